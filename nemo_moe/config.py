@@ -1,0 +1,388 @@
+"""The dataclasses of a run: the schema of every recipe, each rejecting a bad value when it is built.
+
+`compose.py` fills them from YAML and overrides; nothing else reads YAML. Backend and model names are plain strings that
+are checked against `registry.py`, so a registered backend of the user's own works; the fixed choices are Enums (whose
+member names are what the YAML says). What depends on the machine or on the number of ranks is `resolve.py`'s to check.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from nemo_moe.registry import DISPATCHERS, EXPERTS, MODELS
+
+
+class Precision(str, Enum):
+    """What the model computes in. Master weights, gradients and optimizer states are fp32 in both."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+class Device(str, Enum):
+    """`auto` is CUDA where there is a CUDA device, else the CPU; the start-up lines say which."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class ScoreFunction(str, Enum):
+    """How router logits become scores."""
+
+    softmax = "softmax"
+    sigmoid = "sigmoid"
+
+
+class ActivationCheckpointing(str, Enum):
+    """What backward computes again: nothing, each whole layer, or each layer except its matmuls and attention."""
+
+    none = "none"
+    full = "full"
+    selective = "selective"
+
+
+class ScheduleName(str, Enum):
+    """Shape of the learning rate after warm-up."""
+
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
+class WandbMode(str, Enum):
+    """`auto` is online where an API key is set, else offline; `disabled` logs nothing."""
+
+    auto = "auto"
+    online = "online"
+    offline = "offline"
+    disabled = "disabled"
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise ValueError(message)
+
+
+def _positive(**values: float | None) -> None:
+    for name, value in values.items():
+        _require(value is None or value > 0, f"{name.replace('__', '.')} must be above 0, found {value}")
+
+
+def _not_negative(**values: float | None) -> None:
+    for name, value in values.items():
+        _require(value is None or value >= 0, f"{name.replace('__', '.')} must be 0 or more, found {value}")
+
+
+@dataclass(kw_only=True)
+class BackendConfig:
+    """Who moves the tokens and who multiplies them.
+
+    Attributes:
+        dispatcher: how tokens travel to the ranks that own their experts; a name in `registry.DISPATCHERS`.
+        dispatcher_num_sms: streaming multiprocessors the dispatcher may use; null is its measured default. Refused
+            where the dispatcher has no such knob.
+        dispatcher_async_dispatch: overlap dispatch with other work; refused where the dispatcher cannot.
+        experts: who computes the experts; a name in `registry.EXPERTS`.
+    """
+
+    dispatcher: str = "all_to_all"
+    dispatcher_num_sms: int | None = None
+    dispatcher_async_dispatch: bool = False
+    experts: str = "grouped_mm"
+
+    def __post_init__(self) -> None:
+        spec = DISPATCHERS.get(self.dispatcher)
+        EXPERTS.get(self.experts)
+        if self.dispatcher_num_sms is not None:
+            multiple = spec.num_sms_multiple_of
+            _require(
+                multiple is not None,
+                f"backend.dispatcher_num_sms is {self.dispatcher_num_sms}, but the dispatcher {self.dispatcher!r} has no such knob;"
+                " set it to null",
+            )
+            _require(
+                self.dispatcher_num_sms > 0 and self.dispatcher_num_sms % (multiple or 1) == 0,
+                f"backend.dispatcher_num_sms must be a positive multiple of {multiple} for {self.dispatcher!r},"
+                f" found {self.dispatcher_num_sms}",
+            )
+        if self.dispatcher_async_dispatch and not spec.async_dispatch:
+            able = [name for name in DISPATCHERS if DISPATCHERS.get(name).async_dispatch]
+            raise ValueError(
+                f"backend.dispatcher_async_dispatch is true, but the dispatcher {self.dispatcher!r} has no asynchronous mode"
+                f" (those that have: {', '.join(able) or 'none'}); set it to false"
+            )
+
+
+@dataclass(kw_only=True)
+class MoEConfig:
+    """One MoE layer, as a model family builds it from its Hugging Face config (not a section of a recipe).
+
+    Attributes:
+        num_experts: E. num_experts_per_tok: K. hidden_size: H. moe_intermediate_size: I, the width of one expert.
+        score_function: softmax or sigmoid of the router logits, in fp32.
+        score_before_topk: scores over all experts, then selection (Qwen3-MoE, DeepSeek); False scores the selected
+            logits alone (with softmax that is Mixtral's rule).
+        norm_topk_prob: divide a token's K weights by their sum.
+        routed_scaling_factor: multiplies the weights.
+        use_expert_bias: a bias per expert, added to the scores for the selection only, for balancing without a loss.
+    """
+
+    num_experts: int
+    num_experts_per_tok: int
+    hidden_size: int
+    moe_intermediate_size: int
+    score_function: ScoreFunction = ScoreFunction.softmax
+    score_before_topk: bool = True
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    use_expert_bias: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "num_experts_per_tok", "hidden_size", "moe_intermediate_size"):
+            value = getattr(self, name)
+            _require(value >= 1, f"{name} must be 1 or more, found {value}")
+        _require(
+            self.num_experts_per_tok <= self.num_experts,
+            f"num_experts_per_tok ({self.num_experts_per_tok}) is above num_experts ({self.num_experts})",
+        )
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """Which model.
+
+    Attributes:
+        family: a name in `registry.MODELS`.
+        path: a Hugging Face folder to start from (its config.json and weights); null starts from random weights.
+        config: Hugging Face config keys; the whole config where `path` is null, changes to the folder's one otherwise.
+    """
+
+    family: str = "qwen3_moe"
+    path: str | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        MODELS.get(self.family)
+        _require(
+            self.path is not None or bool(self.config),
+            "model.path and model.config are both empty: give a Hugging Face folder, or the config of a model to start from random weights",
+        )
+
+
+@dataclass(kw_only=True)
+class DistributedConfig:
+    """Sizes of the meshes. `fsdp_size: null` takes all ranks that the other sizes leave.
+
+    ep_size divides fsdp_size * tp_size and the number of experts, and is a multiple of tp_size.
+    `distributed.mesh.MeshSizes` holds the rules.
+    """
+
+    fsdp_size: int | None = None
+    dp_replicate_size: int = 1
+    tp_size: int = 1
+    ep_size: int = 1
+    timeout_minutes: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name in ("fsdp_size", "dp_replicate_size", "tp_size", "ep_size"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"distributed.{name} must be 1 or more, found {value}")
+        _positive(distributed__timeout_minutes=self.timeout_minutes)
+
+
+@dataclass(kw_only=True)
+class RouterConfig:
+    """How routing is trained.
+
+    Attributes:
+        aux_loss_coef: of the load-balance loss; null takes the model config's `router_aux_loss_coef`.
+        z_loss_coef: of the mean squared logsumexp of the router logits.
+        bias_update_rate: step of the expert bias of loss-free balancing; above 0 gives the model an expert bias.
+        fake_balanced: replaces the gate by round-robin routing; for benchmarks only.
+    """
+
+    aux_loss_coef: float | None = None
+    z_loss_coef: float = 0.0
+    bias_update_rate: float = 0.0
+    fake_balanced: bool = False
+
+    def __post_init__(self) -> None:
+        _not_negative(
+            router__aux_loss_coef=self.aux_loss_coef, router__z_loss_coef=self.z_loss_coef, router__bias_update_rate=self.bias_update_rate
+        )
+
+
+@dataclass(kw_only=True)
+class TaskConfig:
+    """One reasoning-gym task: its name, the number of training items and its parameters."""
+
+    name: str
+    train_size: int
+    params: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _require(self.train_size >= 1, f"data.tasks: train_size of {self.name!r} must be 1 or more, found {self.train_size}")
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """Question/answer problems of the package reasoning-gym, as chats.
+
+    Attributes:
+        tasks: the mixture.
+        held_out_per_task: items per task kept for the exact-match evaluation; never in the training set, nor is an
+            item that equals one of them up to operand order, list order or letter case.
+        max_length: longest sequence in tokens; a longer one is cut and counted in a warning.
+        length_group_batches: batches whose samples are sorted by length together; 1 does not sort.
+    """
+
+    tasks: list[TaskConfig] = field(default_factory=list)
+    held_out_per_task: int = 67
+    max_length: int = 64
+    length_group_batches: int = 16
+
+    def __post_init__(self) -> None:
+        _require(len(self.tasks) >= 1, "data.tasks is empty: name at least one reasoning-gym task")
+        _require(self.max_length >= 2, f"data.max_length must be 2 or more, found {self.max_length}")
+        _require(self.held_out_per_task >= 1, f"data.held_out_per_task must be 1 or more, found {self.held_out_per_task}")
+        _require(self.length_group_batches >= 1, f"data.length_group_batches must be 1 or more, found {self.length_group_batches}")
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig:
+    """AdamW or SGD from torch. Weight decay acts on matrices (two or more dimensions, embeddings included) alone."""
+
+    name: str = "adamw"
+    lr: float = 1e-5
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require(self.name in ("adamw", "sgd"), f"optimizer.name: unknown value {self.name!r} (legal: adamw, sgd)")
+        _positive(optimizer__lr=self.lr, optimizer__eps=self.eps)
+        _not_negative(optimizer__weight_decay=self.weight_decay, optimizer__momentum=self.momentum)
+        _require(
+            len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
+            f"optimizer.betas must be two numbers in [0, 1), found {list(self.betas)}",
+        )
+
+
+@dataclass(kw_only=True)
+class ScheduleConfig:
+    """Learning rate: linear warm-up, then the named shape down to `min_lr_ratio` times the peak at the last step."""
+
+    name: ScheduleName = ScheduleName.cosine
+    warmup_steps: int = 0
+    min_lr_ratio: float = 0.0
+
+    def __post_init__(self) -> None:
+        _not_negative(schedule__warmup_steps=self.warmup_steps)
+        _require(0 <= self.min_lr_ratio <= 1, f"schedule.min_lr_ratio must be in [0, 1], found {self.min_lr_ratio}")
+
+
+@dataclass(kw_only=True)
+class TrainConfig:
+    """The loop.
+
+    Attributes:
+        max_steps: optimizer steps; null means num_epochs decides. Whichever comes first ends the run.
+        num_epochs: passes over the data; null means max_steps decides.
+        global_batch_size: sequences of one optimizer step over all ranks; the same run on other numbers of ranks.
+        micro_batch_size: sequences a rank puts through the model at once. Accumulation follows from the two.
+        max_grad_norm: global gradient norm above which gradients are scaled down; null does not clip.
+        activation_checkpointing: what backward computes again.
+    """
+
+    max_steps: int | None = None
+    num_epochs: int | None = 1
+    global_batch_size: int = 32
+    micro_batch_size: int = 1
+    max_grad_norm: float | None = 1.0
+    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.none
+
+    def __post_init__(self) -> None:
+        _require(self.max_steps is not None or self.num_epochs is not None, "train.max_steps and train.num_epochs are both null: set one")
+        _positive(
+            train__max_steps=self.max_steps,
+            train__num_epochs=self.num_epochs,
+            train__global_batch_size=self.global_batch_size,
+            train__micro_batch_size=self.micro_batch_size,
+            train__max_grad_norm=self.max_grad_norm,
+        )
+
+
+@dataclass(kw_only=True)
+class ValidationConfig:
+    """Held-out loss every `every_steps` optimizer steps (null: at the end only), and exact match before and after.
+
+    Attributes:
+        exact_match: greedy generation on the held-out items before the first and after the last step.
+        show_samples: how many answers to print with it.
+    """
+
+    every_steps: int | None = None
+    exact_match: bool = False
+    show_samples: int = 6
+
+    def __post_init__(self) -> None:
+        _positive(validation__every_steps=self.every_steps)
+        _not_negative(validation__show_samples=self.show_samples)
+
+
+@dataclass(kw_only=True)
+class WandbConfig:
+    """Weights & Biases, on rank 0 only; its failure never stops a run."""
+
+    mode: WandbMode = WandbMode.auto
+    project: str = "nemo_moe"
+    name: str | None = None
+
+
+@dataclass(kw_only=True)
+class LoggingConfig:
+    """Console, JSONL and W&B share one global step.
+
+    Attributes:
+        every_steps: console and JSONL lines; the progress bar is live in between.
+        progress_bar: the live bar on a terminal; without a terminal lines are printed instead.
+    """
+
+    every_steps: int = 10
+    progress_bar: bool = True
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+
+    def __post_init__(self) -> None:
+        _positive(logging__every_steps=self.every_steps)
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """A whole run. `output_dir` receives the resolved config, the logs and the model in Hugging Face's layout."""
+
+    model: ModelConfig
+    data: DataConfig
+    backend: BackendConfig = field(default_factory=BackendConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    precision: Precision = Precision.bf16
+    device: Device = Device.auto
+    seed: int = 0
+    output_dir: str = "runs/default"
+
+    def __post_init__(self) -> None:
+        for kind, registry, name in (("dispatcher", DISPATCHERS, self.backend.dispatcher), ("experts", EXPERTS, self.backend.experts)):
+            precisions = registry.get(name).precisions
+            _require(
+                self.precision.value in precisions,
+                f"precision is {self.precision.value}, but backend.{kind} {name!r} computes in {', '.join(precisions)} only",
+            )

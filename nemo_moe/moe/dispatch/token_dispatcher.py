@@ -1,0 +1,90 @@
+"""The one face of dispatch that the rest of the package sees: checks, the choice of a manager, the autograd wrappers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nemo_moe.moe.dispatch.base import DispatchManager
+from nemo_moe.moe.dispatch.fused_a2a import fused_combine, fused_dispatch
+from nemo_moe.moe.dispatch.local import _LocalManager
+from nemo_moe.moe.types import Dispatched, DispatchHandle
+from nemo_moe.registry import DISPATCHERS
+
+if TYPE_CHECKING:
+    from nemo_moe.config import BackendConfig
+
+
+class MoEFlexTokenDispatcher:
+    """Sends tokens to their experts and brings the results home, by the manager that `backend.dispatcher` names.
+
+    With a group of one rank no token leaves it: any dispatcher is legal, its library need not be there, and a local
+    permutation runs.
+
+    Args:
+        backend: the recipe's `backend` section.
+        num_experts: E over all ranks.
+        ep_group: the expert-parallel ranks; None is this rank alone.
+
+    Raises:
+        ValueError: unknown dispatcher, or the group's size does not divide the experts.
+        ImportError: the dispatcher's library is missing; names the extra to install.
+    """
+
+    def __init__(self, backend: BackendConfig, num_experts: int, ep_group: dist.ProcessGroup | None) -> None:
+        ep_size = 1 if ep_group is None else dist.get_world_size(ep_group)
+        if num_experts % ep_size:
+            raise ValueError(f"ep_size {ep_size} does not divide the {num_experts} experts; choose a divisor of {num_experts}")
+        self.num_experts = num_experts
+        if ep_size == 1:
+            self.manager: DispatchManager = _LocalManager(None, num_experts)
+            return
+        manager_class = DISPATCHERS.load(backend.dispatcher)
+        self.manager = manager_class(
+            ep_group, num_experts, num_sms=backend.dispatcher_num_sms, async_dispatch=backend.dispatcher_async_dispatch
+        )
+        self.manager.check_available()
+
+    def dispatch(self, hidden_states: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Dispatched:
+        """Send every token to the ranks that own its experts; rows arrive grouped by local expert.
+
+        Differentiable in hidden_states and topk_weights. Backward is one combine along the same route.
+
+        Args:
+            hidden_states: [T, H] floating point; this rank's tokens. Not modified. T may be 0.
+            topk_idx: [T, K] int64 global expert ids; -1 drops that slot. An id named twice by one token counts as the
+                sum of its weights.
+            topk_weights: [T, K] fp32. Carried along, not applied: the experts do that.
+
+        Returns:
+            Dispatched: rows [R, H], their weights [R], tokens_per_expert [L] and the handle, which must outlive backward.
+
+        Raises:
+            ValueError: a wrong shape or dtype; on the CPU also an id outside [-1, E) (a check on the GPU would be a
+                host synchronisation).
+        """
+        self._check(hidden_states, topk_idx, topk_weights)
+        return fused_dispatch(self.manager, hidden_states, topk_idx, topk_weights)
+
+    def combine(self, rows: Tensor, handle: DispatchHandle) -> Tensor:
+        """Bring rows [R, H] home: [T, H], the sum over each token's slots. Differentiable in rows."""
+        return fused_combine(self.manager, rows, handle)
+
+    def _check(self, hidden_states: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> None:
+        if topk_weights.dtype is not torch.float32:
+            raise ValueError(f"topk_weights must be torch.float32, found {topk_weights.dtype}; cast them with .float()")
+        if topk_idx.dtype is not torch.int64:
+            raise ValueError(f"topk_idx must be torch.int64, found {topk_idx.dtype}; cast it with .long()")
+        if topk_idx.shape != topk_weights.shape or topk_idx.shape[0] != hidden_states.shape[0]:
+            raise ValueError(
+                f"hidden_states {tuple(hidden_states.shape)}, topk_idx {tuple(topk_idx.shape)} and topk_weights"
+                f" {tuple(topk_weights.shape)} must be [T, H], [T, K] and [T, K]"
+            )
+        if topk_idx.device.type == "cpu" and topk_idx.numel():
+            low, high = int(topk_idx.min()), int(topk_idx.max())
+            if low < -1 or high >= self.num_experts:
+                found = low if low < -1 else high
+                raise ValueError(f"topk_idx holds expert id {found}; allowed are 0 to {self.num_experts - 1}, and -1 for a dropped slot")

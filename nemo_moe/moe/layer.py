@@ -1,0 +1,63 @@
+"""The MoE layer: gate -> experts, which are handed the dispatcher.
+
+Its output comes with the gate's statistics as a return value, not as a side effect, so that activation checkpointing
+cannot count twice and nothing has to be collected from modules. Shared experts are left out: no model family here has
+them.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from nemo_moe.config import BackendConfig, MoEConfig
+from nemo_moe.moe.dispatch.token_dispatcher import MoEFlexTokenDispatcher
+from nemo_moe.moe.experts.base import Experts, build_experts
+from nemo_moe.moe.gate import FakeBalancedGate, Gate
+from nemo_moe.moe.types import RouterStats
+
+
+class MoE(nn.Module):
+    """A mixture-of-experts feed-forward layer.
+
+    It works in one process as built; `shard_experts` (called by `distributed.parallelize`) spreads the experts over the
+    ranks of an expert-parallel group.
+
+    Args:
+        config: sizes and routing rules.
+        backend: dispatcher and experts by name.
+        fake_balanced_gate: even routing instead of the learnt one, for benchmarks.
+    """
+
+    def __init__(self, config: MoEConfig, backend: BackendConfig, *, fake_balanced_gate: bool = False) -> None:
+        super().__init__()
+        self.config = config
+        self.backend = backend
+        self.gate: Gate = FakeBalancedGate(config) if fake_balanced_gate else Gate(config)
+        self.experts: Experts = build_experts(backend.experts, config.num_experts, config.hidden_size, config.moe_intermediate_size)
+        self.dispatcher = MoEFlexTokenDispatcher(backend, config.num_experts, ep_group=None)
+
+    def shard_experts(self, ep_group: dist.ProcessGroup | None) -> None:
+        """Keep this rank's contiguous experts and send tokens to the others' over `ep_group`.
+
+        Raises ValueError when the group's size does not divide the experts, and what building the dispatcher raises.
+        """
+        if ep_group is not None:
+            self.experts.keep_local(dist.get_rank(ep_group), dist.get_world_size(ep_group))
+        self.dispatcher = MoEFlexTokenDispatcher(self.backend, self.config.num_experts, ep_group)
+
+    def forward(self, hidden_states: Tensor, token_mask: Tensor | None = None) -> tuple[Tensor, RouterStats]:
+        """Route tokens through their experts.
+
+        Args:
+            hidden_states: [B, S, H] or [T, H].
+            token_mask: [B, S] or [T] bool, False for padding, which is not routed, not counted and returns a zero row.
+
+        Returns:
+            The weighted sum of each token's experts, in the shape and dtype of `hidden_states`, and the gate's
+            statistics of this rank's tokens.
+        """
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        topk_idx, topk_weights, stats = self.gate(tokens, None if token_mask is None else token_mask.reshape(-1))
+        output = self.experts(tokens, topk_idx, topk_weights, self.dispatcher)
+        return output.view(hidden_states.shape), stats
