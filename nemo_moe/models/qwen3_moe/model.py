@@ -1,0 +1,62 @@
+"""Qwen3-MoE: the shared decoder, and how its parameters are spelt in checkpoints.
+
+Every parameter has transformers' in-memory name. Files of the hub hold the experts one by one:
+
+    mlp.experts.J.gate_proj.weight [I, H]   ->  rows 0..I of mlp.experts.gate_up_proj[J]
+    mlp.experts.J.up_proj.weight   [I, H]   ->  rows I..2I of it
+    mlp.experts.J.down_proj.weight [H, I]   ->  mlp.experts.down_proj[J]
+
+That is what is written; files that hold the stacked parameters under their own names are read too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nemo_moe.config import BackendConfig, RouterConfig
+from nemo_moe.models.decoder import DecoderForCausalLM, HFTensor
+from nemo_moe.models.qwen3_moe.config import Qwen3MoeConfig
+
+
+def hf_layouts(name: str, shape: Sequence[int]) -> list[list[HFTensor]]:
+    """The checkpoint tensors that make up parameter `name` of global `shape`: the layout to write first, then others.
+
+    Pure; both directions of the key table follow from it. The gate's `expert_bias` has no place in the format: empty.
+    """
+    whole = [HFTensor(name, tuple(shape), (0,) * len(shape))]
+    if name.endswith(".mlp.gate.expert_bias"):
+        return []
+    experts, _, projection = name.rpartition(".")
+    if not experts.endswith(".mlp.experts"):
+        return [whole]
+    num_experts, rows, columns = shape
+    if projection == "down_proj":
+        pieces = [HFTensor(f"{experts}.{expert}.down_proj.weight", (rows, columns), (expert, 0, 0)) for expert in range(num_experts)]
+    else:
+        assert projection == "gate_up_proj", name
+        half = rows // 2
+        pieces = [
+            HFTensor(f"{experts}.{expert}.{part}_proj.weight", (half, columns), (expert, start, 0))
+            for expert in range(num_experts)
+            for part, start in (("gate", 0), ("up", half))
+        ]
+    return [pieces, whole]
+
+
+class Qwen3MoeForCausalLM(DecoderForCausalLM):
+    """Qwen3-MoE with a language-model head.
+
+    Args:
+        config: `Qwen3MoeConfig.from_hf(...)`.
+        backend: dispatcher and experts by name.
+        router: how routing is trained; decides whether there is an expert bias, and whether routing is real.
+    """
+
+    config: Qwen3MoeConfig
+
+    def __init__(self, config: Qwen3MoeConfig, backend: BackendConfig, router: RouterConfig | None = None) -> None:
+        super().__init__(config, backend, router)
+
+    def hf_layouts(self, name: str, shape: Sequence[int]) -> list[list[HFTensor]]:
+        """See `nemo_moe.models.qwen3_moe.hf_layouts`."""
+        return hf_layouts(name, shape)
