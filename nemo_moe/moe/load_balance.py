@@ -12,14 +12,16 @@ add up to the loss. A run averages the result over micro-batches.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_moe.moe.gate import Gate
 from nemo_moe.moe.types import RouterStats
+
+if TYPE_CHECKING:
+    from nemo_moe.moe.gate import Gate
 
 
 class RouterTotals(NamedTuple):

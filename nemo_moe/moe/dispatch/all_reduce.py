@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from nemo_moe.moe.dispatch.local import _LocalManager
 from nemo_moe.moe.types import DispatchHandle
@@ -21,7 +22,8 @@ class _AllReduceManager(_LocalManager):
         hidden_states, weights = super().combine(rows, handle, row_weights)
         # In fp32: partial sums of 16-bit rows must not be rounded before they are added.
         total = hidden_states.float()
-        dist.all_reduce(total, group=self.ep_group)
-        if weights is not None:
-            dist.all_reduce(weights, group=self.ep_group)
+        with record_function("moe/all_reduce"):
+            dist.all_reduce(total, group=self.ep_group)
+            if weights is not None:
+                dist.all_reduce(weights, group=self.ep_group)
         return total.to(rows.dtype), weights

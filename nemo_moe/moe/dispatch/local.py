@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from nemo_moe.moe.dispatch.base import DispatchManager
 from nemo_moe.moe.permute import Bags, bags_of_slots, count_per_expert, slots_by_expert, sum_bags
@@ -47,7 +48,8 @@ class _LocalManager(DispatchManager):
 
     def redispatch(self, hidden_states: Tensor, handle: DispatchHandle) -> Tensor:
         assert isinstance(handle, _LocalHandle)
-        return hidden_states.index_select(0, handle.slot_order // max(1, handle.dropped.shape[1]))
+        with record_function("moe/permute"):
+            return hidden_states.index_select(0, handle.slot_order // max(1, handle.dropped.shape[1]))
 
     def combine(self, rows: Tensor, handle: DispatchHandle, row_weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         assert isinstance(handle, _LocalHandle)
@@ -55,7 +57,8 @@ class _LocalManager(DispatchManager):
         if row_weights is not None:
             by_slot = torch.empty_like(row_weights).index_copy_(0, handle.slot_order, row_weights)
             weights = by_slot.view(handle.dropped.shape).masked_fill(handle.dropped, 0.0)
-        return sum_bags(rows, handle.bags), weights
+        with record_function("moe/permute"):
+            return sum_bags(rows, handle.bags), weights
 
     def _local_ids(self, topk_idx: Tensor) -> Tensor:
         """Global expert ids -> ids among this rank's experts, -1 for the experts of other ranks."""

@@ -1,0 +1,84 @@
+"""What one rank of `finetune` runs: arguments -> config -> training, and a config error as one message.
+
+Every rank finds the same error in the same arguments before any process group exists, so global rank 0 alone prints it.
+The others wait a few seconds before they exit: torchrun ends all ranks as soon as one has failed, and rank 0 might not
+have printed by then. Errors inside training are tracebacks of the rank that raised, unless all ranks know the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from nemo_moe.compose import ConfigError, load_recipe, to_yaml
+
+_GRACE_SECONDS = 10.0  # rank 0 may be that much slower to import torch; torchrun ends the wait as soon as rank 0 exits
+
+
+def run_finetune_rank(argv: Sequence[str]) -> int:
+    """Fine-tune on this rank; the ranks' environment variables are torchrun's.
+
+    Args:
+        argv: recipe, then overrides (and --print-config).
+
+    Returns:
+        The exit code: 0, 1 for a run that stopped for a reason all ranks know, 2 for a config that cannot run.
+    """
+    try:
+        arguments = _parser().parse_intermixed_args(list(argv))
+        config = load_recipe(arguments.recipe, arguments.overrides)
+    except ConfigError as error:
+        return _fail(error, 2)
+    if arguments.print_config:
+        if _rank() == 0:
+            print(to_yaml(config), end="")
+        return 0
+    from nemo_moe.resolve import resolve
+    from nemo_moe.train.finetune import finetune
+    from nemo_moe.train.runtime import StartError, local_world_size, world_size
+    from nemo_moe.train.step import TrainingStopped
+
+    try:
+        resolve(config, world_size(), local_world_size=local_world_size())
+    except (ValueError, ImportError) as error:
+        return _fail(error, 2)
+    try:
+        finetune(config)
+    except StartError as error:
+        return _fail(error, 2)
+    except TrainingStopped as error:
+        return _fail(error, 1)
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}\n{self.format_usage().rstrip()}")
+
+    def print_help(self, file: Any = None) -> None:
+        if _rank() == 0:
+            super().print_help(file)
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog="finetune", description="Fine-tune the model that a recipe describes.")
+    parser.add_argument("recipe", help="the name of a recipe that ships, or the path of a YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the recipe, such as optimizer.lr=5e-4")
+    parser.add_argument("--print-config", action="store_true", help="print the config and stop")
+    return parser
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _fail(error: Exception, code: int) -> int:
+    if _rank() == 0:
+        print(f"finetune: error: {error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(_GRACE_SECONDS)
+    return code

@@ -1,0 +1,186 @@
+"""What will run here: the sizes, devices and backends that a config comes to on so many ranks, or why it cannot run.
+
+One answer for the parent of a launch (before any rank exists), for every rank (before any process group exists) and for
+a dry run. Nothing is replaced: what was asked for runs or is refused, and the one thing that does not run as written
+(a dispatcher with `ep_size: 1`, where no token leaves its rank) is in the lines that rank 0 prints.
+
+Left out on purpose: what can only be known on the device itself, which each backend's `check_available` asks.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_moe.config import Device, ModelConfig, Precision, RunConfig
+from nemo_moe.distributed.mesh import MeshSizes
+from nemo_moe.registry import DISPATCHERS, EXPERTS, MODELS, load_target
+
+_BYTES = {Precision.fp32: 4, Precision.bf16: 2}
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What a config comes to.
+
+    Attributes:
+        sizes: of the mesh axes.
+        device: "cpu" or "cuda".
+        dist_backend: "gloo" or "nccl".
+        lines: one per decision, with its reason, for the start of the log.
+    """
+
+    sizes: MeshSizes
+    device: str
+    dist_backend: str
+    lines: list[str]
+
+
+def resolve(config: RunConfig, world_size: int, *, device_count: int | None = None, local_world_size: int | None = None) -> Resolved:
+    """What `config` comes to on `world_size` ranks.
+
+    Args:
+        config: a recipe.
+        world_size: ranks over all nodes.
+        device_count: CUDA devices of this node; None asks torch.
+        local_world_size: ranks of this node; None is all of them.
+
+    Raises:
+        ValueError: the sizes do not fit together, or to the number of ranks, the model or this machine.
+        ImportError: a backend's library is missing; names the extra to install.
+    """
+    if device_count is None:
+        device_count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    local = world_size if local_world_size is None else local_world_size
+    device, device_line = _device(config.device, device_count, local)
+    model = model_config(config.model)
+    sizes, mesh_line = _sizes(config, world_size, model)
+    backends = ["dispatcher, experts: not used, the model has no experts"]
+    if _has_experts(model):
+        backends = [_dispatcher_line(config, sizes, model), _experts_line(config, model)]
+    return Resolved(
+        sizes=sizes,
+        device=device,
+        dist_backend="nccl" if device == "cuda" else "gloo",
+        lines=[
+            device_line,
+            f"precision: {config.precision.value} compute, fp32 master weights, gradients and optimizer (as configured)",
+            mesh_line,
+            *backends,
+            _batch_line(config, sizes),
+        ],
+    )
+
+
+def model_config(model: ModelConfig) -> Any:
+    """The family's config of the model that a recipe names: the folder's config.json with the recipe's changes.
+
+    Raises ValueError where the folder has no readable config.json, or the family refuses a key or value.
+    """
+    family = load_target(MODELS.get(model.family).config)
+    return family.from_hf({} if model.path is None else _read_hf_config(Path(model.path)), model.config)
+
+
+def _read_hf_config(folder: Path) -> dict[str, Any]:
+    file = folder.expanduser() / "config.json"
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model.path: {file} cannot be read ({error}); it must be a local folder in Hugging Face layout") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"model.path: {file} holds no config: it is not a JSON object")
+    return content
+
+
+def _device(asked: Device, device_count: int, local_world_size: int) -> tuple[str, str]:
+    if asked is Device.cuda and device_count == 0:
+        raise ValueError("device is cuda, but torch sees no CUDA device here; set device to cpu (or auto)")
+    device = "cuda" if device_count and asked is not Device.cpu else "cpu"
+    if device == "cuda" and local_world_size > device_count:
+        raise ValueError(
+            f"{local_world_size} ranks on this node, but {device_count} CUDA device{'s' * (device_count > 1)}, and each rank needs its own;"
+            f" start {device_count} (--nproc-per-node {device_count}) or set device to cpu"
+        )
+    found = f"{device_count} CUDA device{'s' * (device_count != 1)} here" if device_count else "no CUDA device here"
+    reason = f"auto: {found}" if asked is Device.auto else "as configured"
+    return device, f"device: {device} ({reason}), process group: {'nccl' if device == 'cuda' else 'gloo'} (follows from the device)"
+
+
+def _has_experts(model: Any) -> bool:
+    return any(model.is_moe_layer(index) for index in range(model.num_hidden_layers))
+
+
+def _sizes(config: RunConfig, world_size: int, model: Any) -> tuple[MeshSizes, str]:
+    asked = config.distributed
+    name = config.backend.dispatcher
+    if asked.ep_size > 1 and DISPATCHERS.get(name).needs_shared_batch and asked.ep_size != asked.tp_size:
+        raise ValueError(
+            f"backend.dispatcher {name!r} needs expert-parallel ranks that share one batch, so distributed.ep_size ({asked.ep_size})"
+            f" must equal distributed.tp_size ({asked.tp_size}); where ranks hold different batches, choose {_other_dispatchers()}"
+        )
+    if asked.tp_size > 1:
+        raise ValueError(f"distributed.tp_size is {asked.tp_size}, but models are not split over tensor-parallel ranks yet; set it to 1")
+    needed = max(asked.ep_size, asked.dp_replicate_size * asked.tp_size * (asked.fsdp_size or 1))
+    if world_size < needed:
+        raise ValueError(
+            f"the distributed sizes need {needed} ranks or more, but there {'is' if world_size == 1 else 'are'} {world_size};"
+            f" start more (--nproc-per-node {needed}) or lower distributed.{'ep_size' if needed == asked.ep_size else 'fsdp_size'}"
+        )
+    experts = model.num_experts if _has_experts(model) else None
+    sizes = MeshSizes.from_config(asked, world_size, experts)
+    line = f"ranks: {world_size} = dp_replicate {sizes.dp_replicate} x fsdp {sizes.fsdp} x tp {sizes.tp}"
+    if experts is not None:
+        line += f"; {experts} experts over ep {sizes.ep}, {experts // sizes.ep} a rank, each sharded over efsdp {sizes.efsdp}"
+    return sizes, line
+
+
+def _other_dispatchers() -> str:
+    return " or ".join(repr(name) for name in DISPATCHERS if not DISPATCHERS.get(name).needs_shared_batch)
+
+
+def _dispatcher_line(config: RunConfig, sizes: MeshSizes, model: Any) -> str:
+    name = config.backend.dispatcher
+    spec = DISPATCHERS.get(name)
+    if sizes.ep == 1:
+        return f"dispatcher: local permutation (ep_size is 1, so no token leaves its rank; {name} as configured is not used)"
+    DISPATCHERS.check_installed(name)
+    if model.hidden_size % spec.hidden_size_multiple_of:
+        raise ValueError(
+            f"backend.dispatcher {name!r} needs a hidden_size that is a multiple of {spec.hidden_size_multiple_of},"
+            f" and the model's is {model.hidden_size}"
+        )
+    return f"dispatcher: {name} (as configured): {spec.summary}"
+
+
+def _experts_line(config: RunConfig, model: Any) -> str:
+    name = config.backend.experts
+    spec = EXPERTS.get(name)
+    EXPERTS.check_installed(name)
+    for key in ("hidden_size", "moe_intermediate_size"):
+        size, row = getattr(model, key), getattr(model, key) * _BYTES[config.precision]
+        if row % spec.row_bytes_multiple_of:
+            step = spec.row_bytes_multiple_of // _BYTES[config.precision]
+            raise ValueError(
+                f"backend.experts {name!r} in {config.precision.value} needs {key} to be a multiple of {step}, and the model's is {size};"
+                " choose 'loop' for sizes of any kind"
+            )
+    return f"experts: {name} (as configured): {spec.summary}"
+
+
+def _batch_line(config: RunConfig, sizes: MeshSizes) -> str:
+    train = config.train
+    together = train.micro_batch_size * sizes.dp_size
+    if train.global_batch_size % together:
+        raise ValueError(
+            f"train.global_batch_size ({train.global_batch_size}) must be a multiple of train.micro_batch_size * data-parallel ranks"
+            f" ({train.micro_batch_size} * {sizes.dp_size} = {together})"
+        )
+    steps = train.global_batch_size // together
+    return (
+        f"batch: {train.global_batch_size} sequences an optimizer step = {sizes.dp_size} ranks x {steps} micro-batches"
+        f" x {train.micro_batch_size} sequences"
+    )

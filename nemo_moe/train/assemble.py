@@ -1,0 +1,169 @@
+"""From a config to the parts of a run: data, parallel model, optimizer, schedule. What can fail here a user can fix.
+
+The model is built without storage, made parallel, and only then given memory, so no rank ever holds all of it; random
+weights are the same for any number of ranks, and a checkpoint's tensors are read by the ranks that need them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from nemo_moe.checkpoint.hf import load_hf_folder
+from nemo_moe.config import RunConfig
+from nemo_moe.data.build import DataBundle, build_data
+from nemo_moe.data.loader import StepLoader
+from nemo_moe.distributed.mesh import Meshes, build_meshes
+from nemo_moe.distributed.parallelize import init_weights, parallelize
+from nemo_moe.models.decoder import DecoderForCausalLM
+from nemo_moe.registry import MODELS
+from nemo_moe.resolve import Resolved, model_config
+from nemo_moe.train.optimizer import build_optimizer
+from nemo_moe.train.runtime import agreed
+from nemo_moe.train.schedule import build_schedule, total_steps
+from nemo_moe.train.step import LossCoefficients
+
+
+@dataclass(frozen=True)
+class Run:
+    """The parts of a run.
+
+    Attributes:
+        config: as given.
+        model: parallelized, on its device.
+        model_config: the family's config, as the saved folder will have it.
+        loader, validation_loader: of training and of held-out samples.
+        steps: optimizer steps of the run.
+    """
+
+    config: RunConfig
+    data: DataBundle
+    model: DecoderForCausalLM
+    model_config: Any
+    meshes: Meshes
+    optimizer: Optimizer
+    schedule: LambdaLR
+    coefficients: LossCoefficients
+    loader: StepLoader
+    validation_loader: StepLoader
+    steps: int
+
+
+def assemble(config: RunConfig, resolved: Resolved) -> Run:
+    """Build everything. Collective.
+
+    Raises:
+        StartError: on all ranks, when one of them found something a user has to change.
+    """
+    data, family_config = agreed(lambda: _data_and_model_config(config))
+    meshes = build_meshes(resolved.sizes, resolved.device)
+    model = agreed(lambda: build_model(config, family_config, meshes))
+    optimizer = build_optimizer(model, config.optimizer)
+    loader, validation_loader = agreed(lambda: _loaders(config, data, meshes))
+    steps = total_steps(config.train, len(loader))
+    return Run(
+        config=config,
+        data=data,
+        model=model,
+        model_config=family_config,
+        meshes=meshes,
+        optimizer=optimizer,
+        schedule=build_schedule(optimizer, config.schedule, steps),
+        coefficients=loss_coefficients(config, family_config),
+        loader=loader,
+        validation_loader=validation_loader,
+        steps=steps,
+    )
+
+
+def loss_coefficients(config: RunConfig, family_config: Any) -> LossCoefficients:
+    """The recipe's coefficients; for the load-balance loss, the model config's where the recipe says null."""
+    asked = config.router.aux_loss_coef
+    return LossCoefficients(load_balance=family_config.router_aux_loss_coef if asked is None else asked, router_z=config.router.z_loss_coef)
+
+
+def warnings_of(run: Run) -> list[str]:
+    """What is legal and yet probably not meant."""
+    lines = list(run.data.warnings)
+    config, coefficients = run.config, run.coefficients
+    always_one = run.model_config.num_experts_per_tok == 1 and run.model_config.norm_topk_prob
+    if run.model.moe_layers() and always_one:
+        source = "from the auxiliary losses only"
+        if not (coefficients.load_balance or coefficients.router_z):
+            source = "nothing, because the auxiliary losses are off too"
+        lines.append(
+            "num_experts_per_tok is 1 and norm_topk_prob is true: a routing weight is always 1, so the main loss gives the"
+            f" router no gradient and it learns {source}; set norm_topk_prob to false"
+        )
+    if config.schedule.warmup_steps >= run.steps:
+        lines.append(
+            f"schedule.warmup_steps ({config.schedule.warmup_steps}) is not below the {run.steps} steps of this run: it is all warm-up"
+        )
+    return lines
+
+
+def _data_and_model_config(config: RunConfig) -> tuple[DataBundle, Any]:
+    data = build_data(config.data, config.seed, tokenizer=_tokenizer_of(config.model.path))
+    family_config = model_config(config.model)
+    if config.model.path is None and "vocab_size" not in config.model.config:
+        family_config = dataclasses.replace(family_config, vocab_size=len(data.tokenizer))
+    if family_config.vocab_size < len(data.tokenizer):
+        raise ValueError(
+            f"the model's vocab_size is {family_config.vocab_size}, but the tokenizer has {len(data.tokenizer)} entries;"
+            f" set model.config.vocab_size to {len(data.tokenizer)} or more, or leave it out"
+        )
+    return data, family_config
+
+
+def _tokenizer_of(path: str | None) -> PreTrainedTokenizerFast | None:
+    """The tokenizer in a model folder; None where there is none, which leaves it to the data to train one."""
+    folder = None if path is None else Path(path).expanduser()
+    if folder is None or not (folder / "tokenizer_config.json").is_file():
+        return None
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ValueError(
+            f"model.path: the tokenizer in {folder} is no fast one ({type(tokenizer).__name__}); convert it to a tokenizer.json"
+        )
+    return tokenizer
+
+
+def build_model(config: RunConfig, family_config: Any, meshes: Meshes) -> DecoderForCausalLM:
+    with torch.device("meta"):
+        model: DecoderForCausalLM = MODELS.load(config.model.family)(family_config, config.backend, config.router)
+    parallelize(model, meshes, config)
+    model.to_empty(device=meshes.device)
+    model.reset_buffers()
+    if config.model.path is None:
+        init_weights(model, config.seed, family_config.initializer_range)
+    else:
+        load_hf_folder(model, Path(config.model.path).expanduser())
+    return model
+
+
+def _loaders(config: RunConfig, data: DataBundle, meshes: Meshes) -> tuple[StepLoader, StepLoader]:
+    pad_id = data.tokenizer.pad_token_id
+    shared: dict[str, Any] = {
+        "micro_batch_size": config.train.micro_batch_size,
+        "dp_rank": meshes.dp_rank,
+        "dp_size": meshes.sizes.dp_size,
+        "pad_id": 0 if pad_id is None else pad_id,
+    }
+    train = StepLoader(
+        data.train,
+        global_batch_size=config.train.global_batch_size,
+        seed=config.seed,
+        length_group_batches=config.data.length_group_batches,
+        **shared,
+    )
+    # One pass over everything, sorted by length: as little padding as can be.
+    together = meshes.sizes.dp_size * config.train.micro_batch_size
+    held_out = StepLoader(data.held_out_samples, global_batch_size=together, length_group_batches=len(data.held_out_samples), **shared)
+    return train, held_out

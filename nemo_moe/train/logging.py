@@ -1,0 +1,123 @@
+"""Everything a run reports, on rank 0 only: console, JSONL files and W&B, on one global step axis.
+
+The step is the number of completed optimizer steps, counted from 1; what is measured before training has step 0. The
+training and the validation records use the same number, everywhere.
+
+Files in the run folder: `config.yaml` (the resolved config), `train.jsonl` (a record every `logging.every_steps` steps
+and at the last one), `validation.jsonl`. A run that starts anew in an old folder replaces them.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import torch
+
+from nemo_moe.config import LoggingConfig
+from nemo_moe.train.progress import ProgressDisplay
+from nemo_moe.train.tracking import WandbRun
+
+Value = float | list[float]
+
+
+class RunLogger:
+    """Reports of one run. On other ranks than 0 every method does nothing.
+
+    Args:
+        config: how often, and what to use.
+        folder: the run folder; it exists.
+        run_config: the resolved config as plain values, for W&B.
+        rank: the global rank.
+    """
+
+    def __init__(self, config: LoggingConfig, folder: Path, run_config: dict[str, Any], rank: int) -> None:
+        self._config = config
+        self._folder = folder
+        self._active = rank == 0
+        self._files: dict[str, IO[str]] = {}
+        self._figures: dict[str, str] = {}
+        self._total_steps = 0
+        self._wandb: WandbRun | None = None
+        if self._active:
+            self._display = ProgressDisplay(config.progress_bar)
+            self._files = {name: (folder / f"{name}.jsonl").open("w", buffering=1) for name in ("train", "validation")}
+            self._wandb = WandbRun(config.wandb, folder, run_config, self.warn, self.note)
+
+    def __enter__(self) -> RunLogger:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._active:
+            self._display.stop()
+            for file in self._files.values():
+                file.close()
+            if self._wandb is not None:
+                self._wandb.finish(failed=kind is not None)
+
+    def note(self, text: str) -> None:
+        """Print a line."""
+        if self._active:
+            self._display.note(text)
+
+    def warn(self, text: str) -> None:
+        """Print a warning."""
+        self.note(f"warning: {text}")
+
+    def start(self, total_steps: int) -> None:
+        """Training begins: show progress."""
+        self._total_steps = total_steps
+        if self._active:
+            self._display.start(total_steps)
+
+    def is_due(self, step: int) -> bool:
+        """Whether the records of this step are written."""
+        return step % self._config.every_steps == 0 or step == self._total_steps
+
+    def step(self, step: int, metrics: Mapping[str, Value], details: Callable[[], Mapping[str, Value]]) -> None:
+        """Report a finished optimizer step.
+
+        Args:
+            step: the global step, from 1.
+            metrics: must hold loss, grad_norm, lr and tokens_per_second.
+            details: makes the metrics that cost something; called for the steps that are written only.
+        """
+        if not self._active:
+            return
+        due = self.is_due(step)
+        if due:
+            metrics = {**metrics, **details()}
+            self._write("train", step, metrics)
+        self._figures |= _figures(metrics)
+        self._display.update(step, list(self._figures.values()), line=due)
+
+    def validation(self, step: int, metrics: Mapping[str, Value]) -> None:
+        """Report an evaluation after `step` (0: before training)."""
+        if self._active:
+            self._write("validation", step, metrics)
+            shown = (f"{name} {value:.4f}" for name, value in metrics.items() if isinstance(value, float))
+            self.note(f"validation at step {step}: {', '.join(shown)}")
+
+    def _write(self, name: str, step: int, metrics: Mapping[str, Value]) -> None:
+        self._files[name].write(json.dumps({"step": step, **metrics}) + "\n")
+        if self._wandb is not None:
+            self._wandb.log({f"{name}/{key}": value for key, value in metrics.items()}, step)
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory used so far: allocated on this rank's CUDA device, or resident in this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)  # macOS counts bytes, Linux KiB
+
+
+def _figures(metrics: Mapping[str, Value]) -> dict[str, str]:
+    """The figures of the console, those that are there."""
+    formats = {"loss": "loss {:.4f}", "lr": "lr {:.2e}", "tokens_per_second": "{:,.0f} tokens/s", "moe/imbalance": "imbalance {:.2f}"}
+    return {key: form.format(metrics[key]) for key, form in formats.items() if key in metrics}

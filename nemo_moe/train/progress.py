@@ -1,0 +1,85 @@
+"""What a person sees while a run trains: a live bar on a terminal, one line per logged step elsewhere.
+
+The bar shows loss, learning rate, tokens/s, expert imbalance and the time left. A log file or a pipe gets plain lines
+with the same figures, so nothing is lost when the output is not a terminal.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from datetime import timedelta
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.text import Text
+
+
+class _TimeLeftColumn(ProgressColumn):
+    """Time left at the mean speed so far: rich's own column follows the last seconds and jumps at each validation."""
+
+    max_refresh = 1.0
+
+    def render(self, task: Task) -> Text:
+        return Text(f"{_time_left(task.completed, task.total or 0, task.elapsed or 0.0)} left")
+
+
+class ProgressDisplay:
+    """The console of rank 0.
+
+    Args:
+        progress_bar: show the live bar where stdout is a terminal.
+    """
+
+    def __init__(self, progress_bar: bool = True) -> None:
+        # highlight and markup stay off: texts are data (answers, paths), not markup.
+        self._console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self._live = progress_bar and self._console.is_terminal
+        self._progress: Progress | None = None
+        self._total, self._started = 0, time.monotonic()
+
+    @property
+    def live(self) -> bool:
+        """Whether a bar is drawn; lines are printed otherwise."""
+        return self._live
+
+    def note(self, text: str) -> None:
+        """Print a line, above the bar if there is one."""
+        self._console.print(text)
+        sys.stdout.flush()
+
+    def start(self, total_steps: int) -> None:
+        """Begin to show progress towards `total_steps`."""
+        self._total, self._started = total_steps, time.monotonic()
+        if self._live:
+            columns = (BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("{task.fields[figures]}"), _TimeLeftColumn())
+            # Two redraws a second: the thread that draws shares a core with the training on small machines.
+            self._progress = Progress(*columns, console=self._console, refresh_per_second=2, expand=True)
+            self._progress.add_task("training", total=total_steps, figures="")
+            self._progress.start()
+
+    def update(self, step: int, figures: list[str], line: bool) -> None:
+        """Show that `step` is done.
+
+        Args:
+            figures: formatted, like "loss 1.2345".
+            line: whether a line is due where there is no bar.
+        """
+        if self._progress is not None:
+            self._progress.update(self._progress.task_ids[0], completed=step, figures=escape(" ".join(figures)))
+        elif line:
+            left = _time_left(step, self._total, time.monotonic() - self._started)
+            self.note("  ".join([f"step {step}/{self._total}", *figures, f"{left} left"]))
+
+    def stop(self) -> None:
+        """Leave the bar as it stands."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
+def _time_left(done: float, total: float, elapsed: float) -> str:
+    if done <= 0:
+        return "-:--:--"
+    return str(timedelta(seconds=round(elapsed / done * (total - done))))

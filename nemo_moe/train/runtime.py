@@ -1,0 +1,104 @@
+"""The process a rank runs in: process group, device, threads, seeds, and agreement on errors.
+
+Ranks are started by torchrun (or anything that sets its environment variables); without them the run has one process
+and still gets a process group, so that the code below knows one case only.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+class StartError(ValueError):
+    """The run cannot start, for a reason that all ranks know; one message is enough."""
+
+
+def world_size() -> int:
+    """Ranks of this run: of the process group if there is one, else what torchrun says, else 1."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_world_size() -> int:
+    """Ranks of this run on this node, as torchrun says."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def local_device(kind: str) -> torch.device:
+    """This rank's device: cuda:LOCAL_RANK (made current) or the CPU, whose cores the local ranks share out."""
+    if kind == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        return device
+    # torchrun gives every process one thread, torch alone gives every process all cores; both waste a CPU.
+    torch.set_num_threads(max(1, _available_cores() // local_world_size()))
+    return torch.device(kind)
+
+
+def _available_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@contextmanager
+def process_group(backend: str, timeout_minutes: float, device: torch.device) -> Iterator[None]:
+    """The default process group for the time of a run. One that exists already is used and left alone.
+
+    Args:
+        backend: "gloo" or "nccl".
+        timeout_minutes: how long a collective may wait before the job is ended.
+        device: this rank's.
+    """
+    if dist.is_initialized():
+        yield
+        return
+    timeout = timedelta(minutes=timeout_minutes)
+    bound = device if device.type == "cuda" else None
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout, device_id=bound)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=bound)
+    alone = dist.get_world_size() == 1
+    try:
+        yield
+    except BaseException:
+        # After a failure the other ranks may be inside a collective, and taking the group down could wait for them.
+        if alone:
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
+
+
+def agreed(action: Callable[[], T]) -> T:
+    """Run `action` on all ranks; where it fails on any, fail on all with the first rank's message. Collective.
+
+    For the part of a run that may fail for reasons a user can fix, on one rank only: a folder that only rank 0 writes,
+    a tensor that only one rank's experts miss. Without this the other ranks would wait for a collective.
+
+    Raises:
+        StartError: `action` raised ValueError, OSError or ImportError on some rank.
+    """
+    result: T | None = None
+    message: str | None = None
+    cause: Exception | None = None
+    try:
+        result = action()
+    except (ValueError, OSError, ImportError) as error:
+        message, cause = str(error), error
+    messages: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, message)
+    failed = [(rank, text) for rank, text in enumerate(messages) if text is not None]
+    if failed:
+        rank, text = failed[0]
+        where = "" if len(failed) == len(messages) else f" (rank {rank})"
+        raise StartError(f"{text}{where}") from cause
+    return result  # type: ignore[return-value]

@@ -1,0 +1,81 @@
+"""Dispatchers and experts on CUDA: the conformance suite over NCCL, and each experts backend against fp32 truth."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nemo_moe.config import BackendConfig
+from nemo_moe.moe.experts.base import build_experts
+from nemo_moe.registry import DISPATCHERS, EXPERTS
+from nemo_moe.testing.conformance import CASES, Case, check_case
+from nemo_moe.testing.run_distributed import run_distributed
+from nemo_moe.testing.tolerances import relative_difference
+
+BF16 = 1.5e-2
+BY_NAME = {case.name: case for case in CASES}
+
+
+def _check(name: str, dispatcher: str, experts: str, dtype: torch.dtype, recompute: bool) -> None:
+    check_case(
+        BY_NAME[name],
+        BackendConfig(dispatcher=dispatcher, experts=experts),
+        dist.group.WORLD,
+        device=torch.device("cuda", dist.get_rank()),
+        dtype=dtype,
+        tolerance=BF16 if dtype is torch.bfloat16 else 1e-4,
+        steps=3,
+        recompute=recompute,
+        poison=True,
+    )
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize("experts", sorted(EXPERTS))
+@pytest.mark.parametrize("dispatcher", sorted(DISPATCHERS))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_pair_equals_the_reference_over_nccl(case: Case, dispatcher: str, experts: str) -> None:
+    """case B05 among others: three steps over poisoned memory, so rows that nobody wrote would show."""
+    run_distributed(_check, 2, case.name, dispatcher, experts, torch.bfloat16, False, backend="nccl")
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize("dispatcher", sorted(DISPATCHERS))
+def test_fp32_and_recomputation_over_nccl(dispatcher: str) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    for name in ("random", "uneven", "dropped_slots"):
+        run_distributed(_check, 2, name, dispatcher, "loop", torch.float32, True, backend="nccl")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", sorted(EXPERTS))
+@pytest.mark.parametrize("counts", [[64, 1, 0, 200], [0, 0, 0, 0], [0, 5, 0, 3]])
+def test_experts_stay_within_twice_the_error_of_bf16_torch(name: str, counts: list[int]) -> None:
+    """case B03: empty experts get gradients of exact zeros, over memory that huge values were in."""
+    torch.manual_seed(0)
+    device, rows = torch.device("cuda"), sum(counts)
+    hidden_states = torch.randn(rows, 256, device=device)
+    weights = torch.rand(rows, device=device)
+    upstream = torch.randn(rows, 256, device=device)
+    results = {}
+    for key, backend, dtype in (("truth", "loop", torch.float32), ("bf16", "loop", torch.bfloat16), ("tested", name, torch.bfloat16)):
+        torch.manual_seed(1)
+        experts = build_experts(backend, 4, 256, 128).to(device, dtype)
+        for _ in range(3):
+            torch.full((1024, 1024), 1e30, device=device)  # dirties the allocator
+        leaf = hidden_states.to(dtype).requires_grad_()
+        output = experts.compute(leaf, weights, torch.tensor(counts, dtype=torch.int32, device=device))
+        output.backward(upstream.to(dtype))
+        gradients = [parameter.grad for parameter in experts.parameters()]
+        assert all(gradient is not None for gradient in gradients)
+        empty = torch.tensor(counts) == 0
+        for gradient in gradients:
+            assert gradient is not None
+            assert not gradient[empty.to(device)].any(), f"{name}: an empty expert's gradient is not exactly zero"
+        results[key] = [output, leaf.grad, *gradients]
+    for truth, bf16, tested in zip(results["truth"], results["bf16"], results["tested"], strict=True):
+        assert truth is not None
+        assert bf16 is not None
+        assert tested is not None
+        assert relative_difference(tested.float(), truth) <= 2 * relative_difference(bf16.float(), truth) + 1e-6

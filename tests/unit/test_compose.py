@@ -1,0 +1,355 @@
+"""YAML and overrides -> RunConfig: what is accepted, how it is read, and what the message says where it is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nemo_moe.compose import ConfigError, list_recipes, load_recipe, recipe_folder, to_plain, to_yaml
+from nemo_moe.config import ActivationCheckpointing, Precision, RunConfig
+from nemo_moe.schema import FOREIGN_KEYS, key_paths
+
+MINIMAL = """\
+model:
+  config: {num_experts: 8, hidden_size: 32}
+data:
+  tasks:
+    - {name: chain_sum, train_size: 100, params: {min_terms: 2}}
+"""
+
+
+def write(folder: Path, text: str = "", name: str = "run.yaml", start: str = MINIMAL) -> str:
+    """Path of a recipe that holds `start` and `text`."""
+    path = folder / name
+    path.write_text(start + text, encoding="utf-8")
+    return str(path)
+
+
+def message(recipe: str, *overrides: str) -> str:
+    """What loading a recipe that is wrong says."""
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(recipe, overrides)
+    return str(caught.value)
+
+
+# What is read, and as what
+
+
+def test_a_recipe_fills_the_dataclasses_and_leaves_defaults_alone(tmp_path: Path) -> None:
+    config = load_recipe(write(tmp_path, "precision: fp32\ntrain: {activation_checkpointing: full, max_steps: 7}\n"))
+    assert isinstance(config, RunConfig)
+    assert config.precision is Precision.fp32
+    assert config.train.activation_checkpointing is ActivationCheckpointing.full
+    assert (config.train.max_steps, config.train.micro_batch_size) == (7, 1)
+    assert config.data.tasks[0].params == {"min_terms": 2}
+    assert config.backend.dispatcher == "all_to_all"
+
+
+def test_numbers_are_numbers_in_yaml_and_on_the_command_line_b66(tmp_path: Path) -> None:
+    """case B66: YAML 1.1 reads 5e-4 as text."""
+    config = load_recipe(write(tmp_path, "optimizer: {lr: 5e-4, eps: '1e-7', weight_decay: 1}\n"), ["schedule.min_lr_ratio=1e-1"])
+    assert config.optimizer.lr == 5e-4
+    assert config.optimizer.eps == 1e-7
+    assert config.optimizer.weight_decay == 1.0 and isinstance(config.optimizer.weight_decay, float)
+    assert config.schedule.min_lr_ratio == 0.1
+    assert load_recipe(write(tmp_path), ["optimizer.lr=1e-5"]).optimizer.lr == 1e-5
+
+
+@pytest.mark.parametrize("spelling", ["20", '"20"', "'20'"])
+def test_a_quoted_number_that_parses_exactly_is_that_number(tmp_path: Path, spelling: str) -> None:
+    """The config part of case B31."""
+    config = load_recipe(write(tmp_path, f"train: {{global_batch_size: {spelling}}}\n"))
+    assert config.train.global_batch_size == 20
+
+
+def test_a_quoted_true_is_true_where_true_or_false_is_due(tmp_path: Path) -> None:
+    assert load_recipe(write(tmp_path, "validation: {exact_match: 'true'}\n")).validation.exact_match is True
+
+
+@pytest.mark.parametrize(
+    ("yaml", "key"),
+    [
+        ("train: {max_steps: 'true'}", "train.max_steps"),
+        ("train: {max_steps: true}", "train.max_steps"),
+        ("train: {max_steps: 1.5}", "train.max_steps"),
+        ("train: {micro_batch_size: }", "train.micro_batch_size"),
+        ("optimizer: {lr: fast}", "optimizer.lr"),
+        ("optimizer: {lr: .inf}", "optimizer.lr"),
+        ("optimizer: {betas: 0.9}", "optimizer.betas"),
+        ("optimizer: {betas: [0.9, big]}", "optimizer.betas.1"),
+        ("validation: {exact_match: 1}", "validation.exact_match"),
+        ("output_dir: 2024", "output_dir"),
+        ("output_dir: no", "output_dir"),
+        ("precision: fp16", "precision"),
+        ("precision: ", "precision"),
+        ("train: ", "train"),
+        ("train: 5", "train"),
+        ("train: [5]", "train"),
+        ("logging: {wandb: offline}", "logging.wandb"),
+    ],
+)
+def test_a_value_of_the_wrong_type_names_key_and_place_b66(tmp_path: Path, yaml: str, key: str) -> None:
+    """case B66: a wrong type, a quoted true or an empty value names the key at load."""
+    text = message(write(tmp_path, yaml + "\n"))
+    assert f"{key}: needs" in text
+    assert "(run.yaml line 6)" in text
+
+
+def test_an_optional_key_may_be_empty(tmp_path: Path) -> None:
+    assert load_recipe(write(tmp_path, "train: {max_grad_norm: , max_steps: 3}\n")).train.max_grad_norm is None
+
+
+def test_the_message_for_a_whole_number_written_as_a_float_says_how_to_write_it(tmp_path: Path) -> None:
+    assert "write 1000" in message(write(tmp_path), "train.max_steps=1e3")
+
+
+def test_a_nested_override_keeps_the_rest_of_its_section_b65(tmp_path: Path) -> None:
+    """case B65: the layer count alone changes; the other keys of the model stay."""
+    config = load_recipe(write(tmp_path), ["model.config.num_hidden_layers=2", "model.config.num_experts=4", "train.max_steps=3"])
+    assert config.model.config == {"num_experts": 4, "hidden_size": 32, "num_hidden_layers": 2}
+    assert config.train.max_steps == 3 and config.train.global_batch_size == 32
+    assert load_recipe(write(tmp_path), ["model={config: {num_experts: 2}}"]).model.config == {"num_experts": 2, "hidden_size": 32}
+
+
+def test_an_override_reaches_into_lists_and_free_sections(tmp_path: Path) -> None:
+    config = load_recipe(write(tmp_path), ["data.tasks.0.train_size=7", "data.tasks.0.params.max_terms=3", "~model.config.hidden_size"])
+    assert (config.data.tasks[0].name, config.data.tasks[0].train_size) == ("chain_sum", 7)
+    assert config.data.tasks[0].params == {"min_terms": 2, "max_terms": 3}
+    assert config.model.config == {"num_experts": 8}
+
+
+@pytest.mark.parametrize("prefix", ["", "+", "++"])
+def test_plus_signs_change_nothing_for_a_known_key(tmp_path: Path, prefix: str) -> None:
+    assert load_recipe(write(tmp_path), [f"{prefix}seed=5"]).seed == 5
+
+
+def test_interpolations_are_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_RUN_NAME", "blue")
+    config = load_recipe(write(tmp_path, "seed: 4\noutput_dir: runs/${oc.env:A_RUN_NAME}-${seed}\n"))
+    assert config.output_dir == "runs/blue-4"
+    assert "output_dir" in message(write(tmp_path, "output_dir: ${nowhere}\n"))
+    assert "A_RUN_NAMES" in message(write(tmp_path, "output_dir: ${oc.env:A_RUN_NAMES}\n"))
+
+
+def test_a_printed_config_reads_back_equal(tmp_path: Path) -> None:
+    config = load_recipe(write(tmp_path, "output_dir: '007'\nlogging: {wandb: {name: 'null'}}\n"), ["optimizer.lr=3e-4", "precision=fp32"])
+    again = load_recipe(write(tmp_path, to_yaml(config), name="again.yaml", start=""))
+    assert again == config
+    assert to_plain(again)["precision"] == "fp32"
+
+
+# Inheritance
+
+
+def test_a_recipe_inherits_and_overrides_what_it_inherits(tmp_path: Path) -> None:
+    write(tmp_path, "seed: 1\ntrain: {max_steps: 3, micro_batch_size: 2}\n", name="base.yaml")
+    child = write(tmp_path, "defaults: [base, _self_]\ntrain: {max_steps: 5}\n", name="child.yaml", start="")
+    config = load_recipe(child)
+    assert (config.seed, config.train.max_steps, config.train.micro_batch_size) == (1, 5, 2)
+    without_self = write(tmp_path, "defaults: [base]\nseed: 2\n", name="other.yaml", start="")
+    assert load_recipe(without_self).seed == 2
+
+
+def test_a_mistake_in_an_inherited_file_names_that_file(tmp_path: Path) -> None:
+    write(tmp_path, "seed: x\n", name="base.yaml")
+    child = write(tmp_path, "defaults: [base, _self_]\n", name="child.yaml", start="")
+    assert "seed: needs a whole number, found the text 'x' (base.yaml line 6)" in message(child)
+
+
+def test_a_missing_base_names_the_nearest_file(tmp_path: Path) -> None:
+    write(tmp_path, name="base.yaml")
+    text = message(write(tmp_path, "defaults: [bose, _self_]\n", name="child.yaml", start="# a comment\n"))
+    assert "child.yaml line 2" in text and "did you mean 'base'?" in text
+
+
+def test_files_that_inherit_from_each_other_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, "defaults: [b, _self_]\n", name="a.yaml", start="")
+    assert "inherits" in message(write(tmp_path, "defaults: [a, _self_]\n", name="b.yaml", start=""))
+    assert "inherits" in message(write(tmp_path, "defaults: [c]\n", name="c.yaml", start=""))
+    assert "defaults needs a list" in message(write(tmp_path, "defaults: base\n", name="d.yaml", start=""))
+
+
+# Keys that do not exist
+
+
+@pytest.mark.parametrize(
+    ("override", "nearest"),
+    [
+        ("optimizer.lrr=1", "optimizer.lr"),
+        ("+optimizer.lrr=1", "optimizer.lr"),
+        ("++optimizer.lrr=1", "optimizer.lr"),
+        ("optimiser.lr=1", "optimizer.lr"),
+        ("trian.max_steps=1", "train.max_steps"),
+        ("train.max_stesp=1", "train.max_steps"),
+        ("lr=1", "optimizer.lr"),
+        ("ep_size=2", "distributed.ep_size"),
+        ("train.ep_size=2", "distributed.ep_size"),
+        ("backend.dispatchr=all_to_all", "backend.dispatcher"),
+        ("data.tasks.0.train_sise=3", "data.tasks.0.train_size"),
+        ("logging.wandb.mod=offline", "logging.wandb.mode"),
+    ],
+)
+def test_a_misspelt_key_names_the_nearest_one_in_full_b65(tmp_path: Path, override: str, nearest: str) -> None:
+    """case B65, second half."""
+    text = message(write(tmp_path), override)
+    assert "unknown key" in text and f"did you mean {nearest}?" in text
+    assert f"(command line: {override})" in text
+
+
+def test_a_misspelt_key_in_yaml_names_its_line(tmp_path: Path) -> None:
+    text = message(write(tmp_path, "optimizer:\n  lr: 1e-3\n  wieght_decay: 0.1\n"))
+    assert "optimizer.wieght_decay: unknown key; did you mean optimizer.weight_decay? (run.yaml line 8)" in text
+
+
+def test_a_key_like_no_other_lists_what_is_legal_there(tmp_path: Path) -> None:
+    assert "(legal in backend: dispatcher, dispatcher_num_sms," in message(write(tmp_path), "backend.zzz=1")
+    assert "(legal in the top level: model, data," in message(write(tmp_path), "+new=1")
+
+
+def test_an_old_switch_is_refused_with_the_key_to_use_b29(tmp_path: Path) -> None:
+    """case B29: nothing that was written is replaced; the old key is refused."""
+    text = message(write(tmp_path, "backend: {enable_deepep: true, dispatcher: all_to_all, experts: loop}\n"))
+    assert "backend.enable_deepep" in text and "use backend.dispatcher" in text
+
+
+def test_a_dispatcher_or_experts_name_of_another_framework_is_refused_with_ours(tmp_path: Path) -> None:
+    assert "'torch' is another framework's name; here it is 'all_to_all'" in message(write(tmp_path), "backend.dispatcher=torch")
+    assert "here it is 'grouped_mm'" in message(write(tmp_path), "backend.experts=torch_mm")
+    assert "did you mean 'all_to_all'? (legal: " in message(write(tmp_path), "backend.dispatcher=all_to_al")
+
+
+def test_a_recipe_of_another_framework_lists_the_key_to_use_for_each_of_its_own(tmp_path: Path) -> None:
+    foreign = """\
+recipe: TrainFinetuneRecipeForNextTokenPrediction
+step_scheduler: {global_batch_size: 512, local_batch_size: 32, ckpt_every_steps: 100}
+dist_env: {backend: nccl, timeout_minutes: 5}
+model:
+  _target_: nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained
+  pretrained_model_name_or_path: Qwen/Qwen3-30B-A3B
+  backend: {dispatcher: deepep, experts: torch_mm}
+distributed: {strategy: fsdp2, ep_size: 8}
+data: {tasks: [{name: chain_sum, train_size: 5}]}
+"""
+    text = message(write(tmp_path, foreign, start=""))
+    for key, advice in [
+        ("recipe", "remove it"),
+        ("step_scheduler.global_batch_size", "use train.global_batch_size"),
+        ("step_scheduler.local_batch_size", "use train.micro_batch_size"),
+        ("step_scheduler.ckpt_every_steps", "its keys are in train"),
+        ("dist_env.timeout_minutes", "use distributed.timeout_minutes"),
+        ("model._target_", "use model.family"),
+        ("model.pretrained_model_name_or_path", "use model.path"),
+        ("model.backend", "backend.dispatcher"),
+        ("distributed.strategy", "FSDP2"),
+    ]:
+        line = next(line for line in text.splitlines() if line.startswith(f"  - {key}: "))
+        assert advice in line, line
+
+
+def test_the_advice_for_foreign_keys_names_keys_that_exist() -> None:
+    known = set(key_paths())
+    for foreign, advice in FOREIGN_KEYS.items():
+        assert foreign not in known
+        words = advice.replace(",", " ").replace(":", " ").replace(";", " ").split()
+        for word in (word for word in words if "." in word.strip(".") and not word.startswith("torch")):
+            assert word in known, f"{foreign} points to {word}"
+
+
+# Overrides that cannot be read
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("optimizer.lr", "missing '='"),
+        ("=3", "names no key"),
+        ("seed@here=3", "names no key"),
+        ("train.max_steps=1,2", "a list write train.max_steps=[1,2]"),
+        ("output_dir=runs/new!", "'output_dir=\"runs/new!\"'"),
+        ("optimizer.betas=[0.9", "needs quotes"),
+        ("data.tasks.5.train_size=3", "out of range"),
+        ("~seed", "only keys of model.config"),
+        ("~model.config.nothing", "not there"),
+    ],
+)
+def test_an_override_that_cannot_be_read_says_how_to_write_it(tmp_path: Path, override: str, hint: str) -> None:
+    text = message(write(tmp_path), override)
+    assert hint in text and override in text
+
+
+def test_a_quoted_override_may_hold_any_text(tmp_path: Path) -> None:
+    assert load_recipe(write(tmp_path), ['output_dir="runs/new!"']).output_dir == "runs/new!"
+
+
+# Several problems, missing keys, bad combinations
+
+
+def test_all_problems_are_listed_together(tmp_path: Path) -> None:
+    text = message(write(tmp_path, "seed: x\n"), "optimizer.lrr=1", "backend.dispatcher=nope", "train.micro_batch_size=0")
+    assert "has 4 problems" in text
+    for part in ("seed: needs", "optimizer.lrr: unknown key", "backend.dispatcher: unknown value 'nope'", "train.micro_batch_size must be"):
+        assert part in text
+
+
+def test_missing_and_open_keys_are_named(tmp_path: Path) -> None:
+    text = message(write(tmp_path, "model: {}\ndata: {tasks: [{train_size: 3}]}\nseed: ???\n", start=""))
+    assert "model.path and model.config are both empty" in text
+    assert "data.tasks.0.name: is missing" in text
+    assert "seed: must be given" in text
+    assert "data: is missing" in message(write(tmp_path, "model: {path: x}\n", start=""))
+
+
+def test_combinations_across_sections_are_checked(tmp_path: Path) -> None:
+    assert "dispatcher_num_sms" in message(write(tmp_path), "backend.dispatcher_num_sms=20")
+    assert "no asynchronous mode" in message(write(tmp_path), "backend.dispatcher_async_dispatch=true")
+
+
+# Files
+
+
+def test_an_unknown_recipe_lists_the_recipes_and_the_nearest_one(tmp_path: Path) -> None:
+    names = list_recipes()
+    assert "demo" in names
+    text = message("demmo")
+    assert "did you mean 'demo'?" in text and all(name in text for name in names)
+    assert "no such file" in message(str(tmp_path / "absent.yaml"))
+    assert "did you mean 'demo'?" in message("demo.yaml")
+    assert "rename it" in message(str(tmp_path / "run.yml"))
+    assert "no recipe of that name" in message(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("content", "hint"),
+    [
+        (b"model: {config: 1\ndata: 2\n", "line 2"),
+        (b"model:\n\tpath: x\n", "line 2"),
+        (b"seed: 1\nseed: 2\n", "duplicate"),
+        (b"seed: !!python/object:os.system 1\n", "line 1"),
+        (b"\xff\xfe\x00\x01", "not readable as YAML"),
+        (b"", "is empty"),
+        (b"# nothing\n", "is empty"),
+        (b"- a\n- b\n", "not a mapping"),
+        (b"just text\n", "not a mapping"),
+    ],
+)
+def test_a_broken_file_is_named_with_the_line(tmp_path: Path, content: bytes, hint: str) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_bytes(content)
+    text = message(str(path))
+    assert "broken.yaml" in text and hint in text
+    assert "Traceback" not in text
+
+
+def test_a_path_with_spaces_and_a_relative_path_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "my runs"
+    folder.mkdir()
+    write(folder, "seed: 3\n", name="a run.yaml")
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe("my runs/a run.yaml").seed == 3
+
+
+@pytest.mark.parametrize("name", sorted(list_recipes()))
+def test_every_recipe_that_ships_loads_and_says_what_it_is(name: str) -> None:
+    assert isinstance(load_recipe(name), RunConfig)
+    assert list_recipes()[name], f"{recipe_folder() / name}.yaml starts with a comment that says what it is"

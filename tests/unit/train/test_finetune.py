@@ -1,0 +1,195 @@
+"""The loop in one process: partial steps, steps without labels, auxiliary losses, errors, and what a run leaves behind."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from nemo_moe.compose import load_recipe
+from nemo_moe.config import OptimizerConfig, RouterConfig, RunConfig, ScheduleConfig, ScheduleName, ValidationConfig
+from nemo_moe.resolve import resolve
+from nemo_moe.train.assemble import Run, assemble, warnings_of
+from nemo_moe.train.finetune import finetune
+from nemo_moe.train.runtime import StartError, agreed, process_group
+from nemo_moe.train.step import TrainingStopped, train_step
+from tiny_run import records, tiny_config
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    with process_group("gloo", 1.0, CPU):
+        yield
+
+
+def assembled(config: RunConfig) -> Run:
+    return assemble(config, resolve(config, 1))
+
+
+def weights(run: Run) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().full_tensor().clone() for name, parameter in run.model.named_parameters()}
+
+
+def step_of(run: Run, micro_batches: Any = None, step: int = 1) -> Any:
+    micro_batches = next(iter(run.loader)) if micro_batches is None else micro_batches
+    return train_step(run.model, run.optimizer, micro_batches, run.meshes, run.coefficients, run.config.train.max_grad_norm, step)
+
+
+def test_a_run_leaves_a_config_logs_and_a_model_that_transformers_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny_config(tmp_path / "run", validation=ValidationConfig(every_steps=2, exact_match=True, show_samples=2))
+    result = finetune(config)
+    assert not dist.is_initialized()
+    assert load_recipe(str(tmp_path / "run" / "config.yaml")) == config
+    train, validation = records(tmp_path / "run"), records(tmp_path / "run", "validation")
+    assert [record["step"] for record in train] == [1, 2, 3, 4, 5]
+    assert [(record["step"], "loss" in record) for record in validation] == [(0, False), (2, True), (4, True), (5, True), (5, False)]
+    assert {"grad_norm", "lr", "tokens_per_second", "tokens_per_second_per_gpu", "label_tokens", "peak_memory_gib"} <= train[0].keys()
+    assert {"moe/imbalance", "moe/layer_0/load", "moe/layer_1/imbalance"} <= train[0].keys()
+    assert result["steps"] == 5 and result["loss"] == train[-1]["loss"] and result["validation_loss"] == validation[3]["loss"]
+    assert train[-1]["loss"] < train[0]["loss"]
+
+    out = capsys.readouterr().out
+    assert "before training" in out and "most frequent answer" in out and "spell_backward: " in out
+    assert out.count("dispatcher: all_to_all") == 1 and "dispatcher: local permutation" in out, "the config once, and what it comes to"
+    command = next(line for line in out.splitlines() if "from transformers import" in line)
+    assert f'folder = "{tmp_path / "run" / "model"}"' in command and command.count("'") == 2
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    assert sum(parameter.numel() for parameter in model.parameters()) > 0 and model.config.vocab_size == len(tokenizer)
+
+
+def test_a_saved_model_is_trained_further_with_its_own_tokenizer(tmp_path: Path) -> None:
+    first = finetune(tiny_config(tmp_path / "one", items=60))
+    again = tiny_config(tmp_path / "two", model_path=str(tmp_path / "one" / "model"), items=40, max_steps=1)
+    finetune(again)
+    continued = records(tmp_path / "two")[0]["loss"]
+    assert continued < records(tmp_path / "one")[0]["loss"] * 0.9 and continued < 1.3 * float(first["loss"])
+    vocabularies = [AutoTokenizer.from_pretrained(tmp_path / name / "model").get_vocab() for name in ("one", "two")]
+    assert vocabularies[0] == vocabularies[1]
+
+
+def test_ten_batches_at_accumulation_four_are_three_steps(tmp_path: Path) -> None:
+    """case B52: the last step is scaled for the 2 batches it has, and the schedule ends with it."""
+    schedule = ScheduleConfig(name=ScheduleName.linear, min_lr_ratio=0.5)
+    config = tiny_config(tmp_path, items=10, schedule=schedule, max_steps=None, num_epochs=1, global_batch_size=4, micro_batch_size=1)
+    assert finetune(config)["steps"] == 3
+    train = records(tmp_path)
+    assert [record["lr"] for record in train] == pytest.approx([0.5, 0.375, 0.25])
+    assert train[2]["epoch"] == 1.0
+    assert train[2]["label_tokens"] < train[0]["label_tokens"] * 0.75
+    assert train[2]["loss"] == pytest.approx(train[1]["loss"], rel=0.35), "a sum over 2 of 4 batches would be half of it"
+
+
+def test_a_partial_step_has_the_gradient_of_its_own_batches(tmp_path: Path, one_rank: None) -> None:
+    """case B52: 2 micro-batches of 1 give the gradient of one of 2; so nothing is divided by the full accumulation."""
+    config = tiny_config(tmp_path, items=10, global_batch_size=4, micro_batch_size=1, max_grad_norm=None)
+    run = assembled(config)
+    last = run.loader.micro_batches(0, 2)
+    assert len(last) == 2
+    norm = step_of(run, last).grad_norm
+    config.train.micro_batch_size = 4
+    whole = assembled(config)
+    assert step_of(whole, whole.loader.micro_batches(0, 2)).grad_norm == pytest.approx(norm, rel=1e-5)
+    for name, value in weights(run).items():
+        torch.testing.assert_close(value, weights(whole)[name], rtol=0, atol=1e-6)
+
+
+def test_a_run_without_any_label_moves_nothing_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """case B53: max_length cuts every answer; no NaN, a warning with the count, and the weights stay, decay included."""
+    optimizer = OptimizerConfig(lr=0.1, weight_decay=0.5)
+    config = tiny_config(tmp_path, max_length=3, optimizer=optimizer, router=RouterConfig(aux_loss_coef=0.1, bias_update_rate=0.1))
+    result = finetune(config)
+    assert result["steps_without_labels"] == 5 and math.isnan(float(result["validation_loss"]))
+    assert [record["loss"] for record in records(tmp_path)] == [0.0] * 5
+    out = capsys.readouterr().out
+    assert "40 of 40 samples have no answer token left to learn" in out and out.count("has no label token on any rank") == 1
+    with process_group("gloo", 1.0, CPU):
+        run = assembled(config)
+        before = weights(run)
+        step_of(run)
+        assert all(torch.equal(before[name], value) for name, value in weights(run).items())
+
+
+def test_an_auxiliary_coefficient_alone_switches_the_loss_on(tmp_path: Path) -> None:
+    """case B25: it is logged, and it changes what the router learns."""
+    finetune(tiny_config(tmp_path / "off", max_steps=2))
+    finetune(tiny_config(tmp_path / "recipe", max_steps=2, router=RouterConfig(aux_loss_coef=0.5, z_loss_coef=0.25)))
+    finetune(tiny_config(tmp_path / "model", max_steps=2, model={"router_aux_loss_coef": 0.5}))
+    off, recipe, model = (records(tmp_path / name) for name in ("off", "recipe", "model"))
+    assert "load_balance_loss" not in off[0] and "router_z_loss" not in off[0]
+    assert recipe[0]["load_balance_loss"] >= 1.9 and recipe[0]["router_z_loss"] > 0  # an even load gives K = 2
+    assert model[0]["load_balance_loss"] == pytest.approx(recipe[0]["load_balance_loss"])
+    assert off[0]["loss"] == recipe[0]["loss"], "the logged loss is the main one"
+    assert len({run[1]["loss"] for run in (off, recipe, model)}) == 3
+
+
+def test_the_expert_bias_moves_once_a_step(tmp_path: Path, one_rank: None) -> None:
+    config = tiny_config(tmp_path, router=RouterConfig(bias_update_rate=0.125), max_steps=3, global_batch_size=8, micro_batch_size=2)
+    finetune(config)
+    from safetensors.torch import load_file
+
+    biases = load_file(tmp_path / "model" / "extra_tensors.safetensors")
+    assert len(biases) == 2
+    for bias in biases.values():
+        assert set((bias / 0.125).tolist()) <= {-3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0} and bias.abs().max() > 0
+
+
+@pytest.mark.parametrize(("norm_topk_prob", "aux", "expected"), [(True, 0.0, "nothing"), (True, 0.1, "auxiliary"), (False, 0.0, None)])
+def test_a_router_without_a_gradient_is_warned_about(
+    tmp_path: Path, one_rank: None, norm_topk_prob: bool, aux: float, expected: str | None
+) -> None:
+    """case B08: K = 1 with normalised weights."""
+    model = {"num_experts_per_tok": 1, "norm_topk_prob": norm_topk_prob}
+    run = assembled(tiny_config(tmp_path, model=model, router=RouterConfig(aux_loss_coef=aux)))
+    found = [line for line in warnings_of(run) if "norm_topk_prob" in line]
+    assert [expected in line for line in found] == ([True] if expected else [])
+    step_of(run)
+    gradient = sum(float(layer.gate.weight.grad.full_tensor().abs().sum()) for layer in run.model.moe_layers())
+    assert (gradient > 1e-6) == (expected != "nothing")
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path: Path, one_rank: None, poison: float) -> None:
+    run = assembled(tiny_config(tmp_path))
+    with torch.no_grad():
+        run.model.model.norm.weight.to_local()[0] = poison
+    before = weights(run)
+    with pytest.raises(TrainingStopped, match=r"^step 7: the loss is"):
+        step_of(run, step=7)
+    for name, value in weights(run).items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_folder_that_cannot_be_written_is_found_out_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StartError, match="output_dir: cannot write in .*file/run"):
+        finetune(tiny_config(tmp_path / "file" / "run"))
+    assert not dist.is_initialized()
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StartError, match="vocab_size is 8, but the tokenizer has"):
+        finetune(tiny_config(tmp_path, model={"vocab_size": 8}))
+
+
+def test_a_larger_vocabulary_is_kept(tmp_path: Path) -> None:
+    """case B57: an embedding with more rows than the tokenizer has entries."""
+    finetune(tiny_config(tmp_path, model={"vocab_size": 160}, max_steps=1))
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").get_input_embeddings().weight.shape[0] == 160
+
+
+def test_a_mistake_in_the_code_is_no_start_error(one_rank: None) -> None:
+    def mistake() -> None:
+        raise TypeError("a bug")
+
+    with pytest.raises(TypeError, match="a bug"):
+        agreed(mistake)
