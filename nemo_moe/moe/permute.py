@@ -9,24 +9,9 @@ of local expert ids; its flat number is row * K + slot. -1 marks a slot that bel
 
 from __future__ import annotations
 
-import itertools
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-
-
-class Bags(NamedTuple):
-    """Which rows add up to which output row: output i is the sum of source rows members[offsets[i] : offsets[i + 1]].
-
-    Attributes:
-        members: [M] int64 source rows; entries past offsets[-1] are ignored.
-        offsets: [N + 1] int64, non-decreasing.
-    """
-
-    members: Tensor
-    offsets: Tensor
 
 
 def count_per_expert(expert_ids: Tensor, num_experts: int) -> Tensor:
@@ -49,40 +34,57 @@ def slots_by_expert(expert_ids: Tensor, num_experts: int) -> Tensor:
     return torch.where(flat < 0, num_experts, flat).argsort(stable=True)
 
 
-def bags_of_slots(slot_order: Tensor, expert_ids: Tensor) -> Bags:
-    """The bags that add grouped rows back to their N rows: grouped row i came from slot `slot_order[i]`.
+def rows_of_slots(slot_order: Tensor, expert_ids: Tensor) -> Tensor:
+    """Which grouped row each slot became, -1 where it became none: [N, K] int64, the inverse of `slots_by_expert`.
 
     Args:
-        slot_order: [R] int64 from `slots_by_expert`, possibly cut to the real ones.
-        expert_ids: [N, K] the same table; row n's bag holds its real slots.
+        slot_order: [R] int64 from `slots_by_expert`, possibly cut to the real ones; grouped row i came from its entry i.
+        expert_ids: [N, K] the same table.
     """
-    ends = (expert_ids >= 0).sum(dim=1).cumsum(0)
-    by_slot = torch.where(expert_ids.reshape(-1)[slot_order] < 0, expert_ids.numel(), slot_order).argsort(stable=True)
-    return Bags(members=by_slot, offsets=F.pad(ends, (1, 0)))
+    rows = torch.full((expert_ids.numel(),), -1, dtype=torch.int64, device=expert_ids.device)
+    rows.scatter_(0, slot_order, torch.arange(slot_order.numel(), device=expert_ids.device))
+    return torch.where(expert_ids < 0, -1, rows.view(expert_ids.shape))
 
 
-def sum_bags(rows: Tensor, bags: Bags) -> Tensor:
-    """Add rows up per bag with fp32 accumulation.
+def sum_slots(rows: Tensor, slot_rows: Tensor) -> Tensor:
+    """Output row n is the sum of the source rows that slot_rows[n] names, accumulated in fp32.
 
     Args:
-        rows: [R, H] fp32, bf16 or fp16; rows that no bag holds may be uninitialised memory, they are not read.
+        rows: [R, H] fp32, bf16 or fp16; rows that no slot names may be uninitialised memory, they are not read.
+        slot_rows: [N, K] int64, -1 for none.
 
     Returns:
-        [N, H] in the dtype of `rows`; an empty bag gives a row of exact zeros.
+        [N, H] in the dtype of `rows`; a row of -1 gives exact zeros.
     """
-    num_bags = bags.offsets.numel() - 1
-    if rows.shape[0] == 0 or num_bags == 0:
-        return rows.new_zeros(num_bags, rows.shape[1])
-    # CUDA accumulates 16-bit rows in fp32; the CPU kernel does not, so it gets fp32 rows.
-    source = rows.float() if rows.device.type == "cpu" else rows
-    return F.embedding_bag(bags.members, source, bags.offsets, mode="sum", include_last_offset=True).to(rows.dtype)
+    (num_outputs, num_slots), hidden_size = slot_rows.shape, rows.shape[1]
+    if rows.shape[0] == 0 or num_outputs == 0:
+        return rows.new_zeros(num_outputs, hidden_size)
+    if rows.device.type == "cpu":
+        named = slot_rows >= 0
+        offsets = F.pad(named.sum(dim=1).cumsum(0), (1, 0))
+        return F.embedding_bag(slot_rows[named], rows.float(), offsets, mode="sum", include_last_offset=True).to(rows.dtype)
+    # Not embedding_bag on CUDA: there the last bag runs to the end of the indices, whatever the last offset says, and
+    # their number cannot be cut without a host synchronisation.
+    total = torch.empty(num_outputs, hidden_size, dtype=rows.dtype, device=rows.device)
+    for chunk, names in zip(total.split(_chunk(num_slots * hidden_size)), slot_rows.split(_chunk(num_slots * hidden_size)), strict=True):
+        gathered = rows.index_select(0, names.clamp(min=0).view(-1)).view(*names.shape, hidden_size)
+        chunk.copy_(gathered.masked_fill_((names < 0)[..., None], 0.0).sum(dim=1, dtype=torch.float32))
+    return total
 
 
-def reference_sum_bags(rows: Tensor, bags: Bags) -> Tensor:
-    """The slow, obvious form of `sum_bags`, for tests and benchmarks."""
-    offsets = bags.offsets.tolist()
-    sums = [rows[bags.members[start:end]].float().sum(0) for start, end in itertools.pairwise(offsets)]
-    return torch.stack(sums).to(rows.dtype) if sums else rows.new_zeros(0, rows.shape[1])
+def _chunk(elements_per_output: int) -> int:
+    """Output rows at a time, so that the gathered rows take some 64 MiB whatever the number of tokens."""
+    return max(1, 2**25 // max(1, elements_per_output))
+
+
+def reference_sum_slots(rows: Tensor, slot_rows: Tensor) -> Tensor:
+    """The slow, obvious form of `sum_slots`, for tests and benchmarks."""
+    total = torch.zeros(slot_rows.shape[0], rows.shape[1], device=rows.device)
+    for output, names in enumerate(slot_rows.tolist()):
+        for name in names:
+            if name >= 0:
+                total[output] += rows[name].float()
+    return total.to(rows.dtype)
 
 
 def reference_group_rows(hidden_states: Tensor, expert_ids: Tensor, num_experts: int) -> tuple[Tensor, list[int]]:

@@ -20,7 +20,7 @@ from nemo_moe.distributed.mesh import MeshSizes, build_meshes
 from nemo_moe.distributed.parallelize import init_weights, parallelize
 from nemo_moe.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from nemo_moe.moe.dispatch.base import DispatchManager
-from nemo_moe.moe.permute import Bags, bags_of_slots, count_per_expert, slots_by_expert, sum_bags
+from nemo_moe.moe.permute import count_per_expert, rows_of_slots, slots_by_expert, sum_slots
 from nemo_moe.moe.types import Dispatched, DispatchHandle
 from nemo_moe.registry import DISPATCHERS, DispatcherSpec
 from nemo_moe.testing.conformance import CASES, Case, check_case
@@ -31,7 +31,7 @@ from nemo_moe.testing.run_distributed import run_distributed
 class _GatherHandle(DispatchHandle):
     slot_order: Tensor
     idx: Tensor
-    bags: Bags
+    slot_rows: Tensor
 
 
 class _GatherManager(DispatchManager):
@@ -53,7 +53,7 @@ class _GatherManager(DispatchManager):
         counts = count_per_expert(idx, self.num_local_experts)
         slot_order = slots_by_expert(idx, self.num_local_experts)[: int(counts.sum())]
         weights = self._gather(topk_weights.detach()).reshape(-1)[slot_order]
-        handle = _GatherHandle(hidden_states.shape[0], counts.int(), weights, slot_order, idx, bags_of_slots(slot_order, idx))
+        handle = _GatherHandle(hidden_states.shape[0], counts.int(), weights, slot_order, idx, rows_of_slots(slot_order, idx))
         return Dispatched(self.redispatch(hidden_states, handle), weights, handle.tokens_per_expert, handle)
 
     def redispatch(self, hidden_states: Tensor, handle: DispatchHandle) -> Tensor:
@@ -62,7 +62,7 @@ class _GatherManager(DispatchManager):
 
     def combine(self, rows: Tensor, handle: DispatchHandle, row_weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         assert isinstance(handle, _GatherHandle)
-        hidden_states = self._mine(sum_bags(rows, handle.bags), handle)
+        hidden_states = self._mine(sum_slots(rows, handle.slot_rows), handle)
         if row_weights is None:
             return hidden_states, None
         by_slot = torch.zeros(handle.idx.numel()).index_copy_(0, handle.slot_order, row_weights)

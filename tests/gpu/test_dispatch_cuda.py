@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from nemo_moe.config import BackendConfig
 from nemo_moe.moe.experts.base import build_experts
+from nemo_moe.moe.permute import reference_sum_slots, sum_slots
 from nemo_moe.registry import DISPATCHERS, EXPERTS
 from nemo_moe.testing.conformance import CASES, Case, check_case
 from nemo_moe.testing.run_distributed import run_distributed
@@ -79,3 +80,14 @@ def test_experts_stay_within_twice_the_error_of_bf16_torch(name: str, counts: li
         assert bf16 is not None
         assert tested is not None
         assert relative_difference(tested.float(), truth) <= 2 * relative_difference(bf16.float(), truth) + 1e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_summing_slots_on_cuda_equals_the_reference_and_reads_named_rows_only(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(900, 64).to(dtype)
+    rows[700:] = float("nan")
+    slot_rows = torch.randperm(700).repeat(2)[:1200].view(300, 4).where(torch.rand(300, 4) < 0.6, -1)
+    total = sum_slots(rows.cuda(), slot_rows.cuda()).cpu()
+    assert relative_difference(total, reference_sum_slots(rows, slot_rows)) <= (1e-6 if dtype is torch.float32 else 4e-3)

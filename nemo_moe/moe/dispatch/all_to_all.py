@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from nemo_moe.moe.dispatch.base import DispatchManager
-from nemo_moe.moe.permute import Bags, bags_of_slots, count_per_expert, slots_by_expert, sum_bags
+from nemo_moe.moe.permute import count_per_expert, rows_of_slots, slots_by_expert, sum_slots
 from nemo_moe.moe.types import Dispatched, DispatchHandle
 
 
@@ -30,19 +30,17 @@ class _AllToAllHandle(DispatchHandle):
     Attributes:
         send_tokens: [N] int64, the token of each sent row, ordered by destination rank.
         send_splits, recv_splits: rows to and from each rank.
-        home_bags: adds the rows that come back up to T tokens.
+        home_rows: [T, ep_size] int64, which returned row holds a token's sum from each rank, -1 for none.
         slot_order: [R] int64, flat slots of the received [M, K] table by expert.
-        recv_shape: (M, K).
-        expert_bags: adds the R grouped rows up to M.
+        slot_rows: [M, K] int64, which grouped row each received slot became, -1 for none.
     """
 
     send_tokens: Tensor
     send_splits: list[int]
     recv_splits: list[int]
-    home_bags: Bags
+    home_rows: Tensor
     slot_order: Tensor
-    recv_shape: tuple[int, int]
-    expert_bags: Bags
+    slot_rows: Tensor
 
 
 class _AllToAllManager(DispatchManager):
@@ -69,10 +67,9 @@ class _AllToAllManager(DispatchManager):
                 send_tokens=send_tokens,
                 send_splits=send_splits,
                 recv_splits=recv_splits,
-                home_bags=Bags(members=send_tokens.argsort(stable=True), offsets=_offsets(needed.sum(dim=1))),
+                home_rows=self._home_rows(needed, send_tokens, destinations),
                 slot_order=slot_order,
-                recv_shape=(sum(recv_splits), top_k),
-                expert_bags=bags_of_slots(slot_order, recv_idx),
+                slot_rows=rows_of_slots(slot_order, recv_idx),
             )
         return Dispatched(
             hidden_states=self.redispatch(hidden_states, handle),
@@ -87,20 +84,20 @@ class _AllToAllManager(DispatchManager):
             outgoing = hidden_states.index_select(0, handle.send_tokens)
         received = self._exchange(outgoing, handle.send_splits, handle.recv_splits)
         with record_function("moe/permute"):
-            return received.index_select(0, handle.slot_order // max(1, handle.recv_shape[1]))
+            return received.index_select(0, handle.slot_order // max(1, handle.slot_rows.shape[1]))
 
     def combine(self, rows: Tensor, handle: DispatchHandle, row_weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         assert isinstance(handle, _AllToAllHandle)
         with record_function("moe/permute"):
-            partial_sums = sum_bags(rows, handle.expert_bags)
+            partial_sums = sum_slots(rows, handle.slot_rows)
         returned = self._exchange(partial_sums, handle.recv_splits, handle.send_splits)
         with record_function("moe/permute"):
-            hidden_states = sum_bags(returned, handle.home_bags)
+            hidden_states = sum_slots(returned, handle.home_rows)
         if row_weights is None:
             return hidden_states, None
-        by_slot = row_weights.new_zeros(handle.recv_shape[0] * handle.recv_shape[1]).index_copy_(0, handle.slot_order, row_weights)
-        returned_weights = self._exchange(by_slot.view(handle.recv_shape), handle.recv_splits, handle.send_splits)
-        return hidden_states, sum_bags(returned_weights, handle.home_bags)
+        by_slot = row_weights.new_zeros(handle.slot_rows.numel()).index_copy_(0, handle.slot_order, row_weights)
+        returned_weights = self._exchange(by_slot.view(handle.slot_rows.shape), handle.recv_splits, handle.send_splits)
+        return hidden_states, sum_slots(returned_weights, handle.home_rows)
 
     def _needed_by_rank(self, owners: Tensor) -> Tensor:
         """[T, ep_size] bool: which ranks own at least one of a token's experts."""
@@ -124,12 +121,14 @@ class _AllToAllManager(DispatchManager):
         num_tokens = max(1, needed.shape[0])
         return by_rank // num_tokens, by_rank % num_tokens
 
+    def _home_rows(self, needed: Tensor, send_tokens: Tensor, destinations: Tensor) -> Tensor:
+        """[T, ep_size]: the position among the sent rows of token t's row to rank d, -1 where none was sent."""
+        positions = torch.full_like(needed, -1, dtype=torch.int64)
+        positions.view(-1)[send_tokens * self.ep_size + destinations] = torch.arange(send_tokens.numel(), device=needed.device)
+        return positions
+
     def _exchange(self, rows: Tensor, send_splits: list[int], recv_splits: list[int]) -> Tensor:
         received = rows.new_empty(sum(recv_splits), *rows.shape[1:])
         with record_function("moe/all_to_all"):
             dist.all_to_all_single(received, rows.contiguous(), recv_splits, send_splits, group=self.ep_group)
         return received
-
-
-def _offsets(sizes: Tensor) -> Tensor:
-    return torch.nn.functional.pad(sizes.cumsum(0), (1, 0))

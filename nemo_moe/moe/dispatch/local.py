@@ -12,17 +12,16 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from nemo_moe.moe.dispatch.base import DispatchManager
-from nemo_moe.moe.permute import Bags, bags_of_slots, count_per_expert, slots_by_expert, sum_bags
+from nemo_moe.moe.permute import count_per_expert, rows_of_slots, slots_by_expert, sum_slots
 from nemo_moe.moe.types import Dispatched, DispatchHandle
 
 
 @dataclass(frozen=True, eq=False)
 class _LocalHandle(DispatchHandle):
-    """slot_order [R] flat slots by expert; dropped [T, K] bool; bags add the rows of each token up."""
+    """slot_order [R] flat slots by expert, dropped ones last; slot_rows [T, K] the row of each slot, -1 for dropped ones."""
 
     slot_order: Tensor
-    dropped: Tensor
-    bags: Bags
+    slot_rows: Tensor
 
 
 class _LocalManager(DispatchManager):
@@ -36,8 +35,7 @@ class _LocalManager(DispatchManager):
             tokens_per_expert=count_per_expert(local_idx, self.num_local_experts).int(),
             topk_weights=topk_weights.detach().reshape(-1)[slot_order],
             slot_order=slot_order,
-            dropped=local_idx < 0,
-            bags=bags_of_slots(slot_order, local_idx),
+            slot_rows=rows_of_slots(slot_order, local_idx),
         )
         return Dispatched(
             hidden_states=self.redispatch(hidden_states, handle),
@@ -49,16 +47,16 @@ class _LocalManager(DispatchManager):
     def redispatch(self, hidden_states: Tensor, handle: DispatchHandle) -> Tensor:
         assert isinstance(handle, _LocalHandle)
         with record_function("moe/permute"):
-            return hidden_states.index_select(0, handle.slot_order // max(1, handle.dropped.shape[1]))
+            return hidden_states.index_select(0, handle.slot_order // max(1, handle.slot_rows.shape[1]))
 
     def combine(self, rows: Tensor, handle: DispatchHandle, row_weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         assert isinstance(handle, _LocalHandle)
         weights = None
         if row_weights is not None:
             by_slot = torch.empty_like(row_weights).index_copy_(0, handle.slot_order, row_weights)
-            weights = by_slot.view(handle.dropped.shape).masked_fill(handle.dropped, 0.0)
+            weights = by_slot.view(handle.slot_rows.shape).masked_fill(handle.slot_rows < 0, 0.0)
         with record_function("moe/permute"):
-            return sum_bags(rows, handle.bags), weights
+            return sum_slots(rows, handle.slot_rows), weights
 
     def _local_ids(self, topk_idx: Tensor) -> Tensor:
         """Global expert ids -> ids among this rank's experts, -1 for the experts of other ranks."""

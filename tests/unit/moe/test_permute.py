@@ -29,7 +29,7 @@ def test_rows_are_grouped_like_the_reference(rows: int, slots: int, dropped: flo
 
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_summing_bags_equals_the_reference_and_ignores_dropped_rows(cut: bool, dtype: torch.dtype) -> None:
+def test_summing_slots_equals_the_reference_and_ignores_dropped_rows(cut: bool, dtype: torch.dtype) -> None:
     _, ids = draw(30, 4, 6)
     real = int(permute.count_per_expert(ids, 6).sum())
     order = permute.slots_by_expert(ids, 6)
@@ -37,9 +37,10 @@ def test_summing_bags_equals_the_reference_and_ignores_dropped_rows(cut: bool, d
         order = order[:real]
     rows = torch.randn(order.numel(), 12).to(dtype)
     rows[real:] = float("nan")  # nobody may read them
-    bags = permute.bags_of_slots(order, ids)
-    total = permute.sum_bags(rows, bags)
-    assert_close_relative(total, permute.reference_sum_bags(rows, bags), 1e-6 if dtype is torch.float32 else 0.0)
+    slot_rows = permute.rows_of_slots(order, ids)
+    assert torch.equal(slot_rows < 0, ids < 0)
+    total = permute.sum_slots(rows, slot_rows)
+    assert_close_relative(total, permute.reference_sum_slots(rows, slot_rows), 1e-6 if dtype is torch.float32 else 0.0)
     by_hand = torch.zeros(30, 12)
     for position, slot in enumerate(order[:real].tolist()):
         by_hand[slot // 4] += rows[position].float()
@@ -49,11 +50,10 @@ def test_summing_bags_equals_the_reference_and_ignores_dropped_rows(cut: bool, d
 
 def test_summing_accumulates_in_fp32() -> None:
     rows = torch.cat([torch.full((1, 4), 256.0), torch.full((16, 4), 0.5)]).bfloat16()
-    bags = permute.Bags(members=torch.arange(17), offsets=torch.tensor([0, 17]))
-    assert permute.sum_bags(rows, bags)[0, 0].item() == 264.0  # 256 + 0.5 is 256 again where sums are kept in bf16
+    assert permute.sum_slots(rows, torch.arange(17)[None])[0, 0].item() == 264.0  # 256 + 0.5 is 256 again where sums are kept in bf16
 
 
-def test_no_rows_and_no_bags() -> None:
-    empty = torch.zeros(0, dtype=torch.int64)
-    assert permute.sum_bags(torch.zeros(0, 3), permute.Bags(empty, torch.tensor([0, 0, 0]))).tolist() == [[0.0] * 3] * 2
-    assert permute.sum_bags(torch.zeros(0, 3), permute.Bags(empty, torch.tensor([0]))).shape == (0, 3)
+def test_no_rows_and_no_slots() -> None:
+    assert permute.sum_slots(torch.zeros(0, 3), torch.full((2, 4), -1)).tolist() == [[0.0] * 3] * 2
+    assert permute.sum_slots(torch.ones(5, 3), torch.full((2, 4), -1)).tolist() == [[0.0] * 3] * 2
+    assert permute.sum_slots(torch.zeros(0, 3), torch.zeros(0, 4, dtype=torch.int64)).shape == (0, 3)
