@@ -153,12 +153,9 @@ class StepLoader:
 def collate(samples: Sequence[Sample], pad_id: int) -> MicroBatch:
     """Rows padded on the right to the longest; no samples give one row of one padding token without labels."""
     width = max((len(sample.input_ids) for sample in samples), default=1)
-    input_ids = torch.full((max(len(samples), 1), width), pad_id, dtype=torch.int64)
-    labels = torch.full_like(input_ids, IGNORE_INDEX)
-    token_mask = torch.zeros(input_ids.shape, dtype=torch.bool)
-    for row, sample in enumerate(samples):
-        length = len(sample.input_ids)
-        input_ids[row, :length] = torch.tensor(sample.input_ids, dtype=torch.int64)
-        labels[row, :length] = torch.tensor(sample.labels, dtype=torch.int64)
-        token_mask[row, :length] = True
-    return MicroBatch(input_ids, labels, token_mask)
+    rows = samples or [Sample([], [])]
+    # One tensor from nested lists: a tensor for each row would cost milliseconds a batch.
+    input_ids = torch.tensor([sample.input_ids + [pad_id] * (width - len(sample.input_ids)) for sample in rows], dtype=torch.int64)
+    labels = torch.tensor([sample.labels + [IGNORE_INDEX] * (width - len(sample.labels)) for sample in rows], dtype=torch.int64)
+    lengths = torch.tensor([len(sample.input_ids) for sample in rows])
+    return MicroBatch(input_ids, labels, token_mask=torch.arange(width) < lengths[:, None])

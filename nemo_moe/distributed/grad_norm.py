@@ -38,23 +38,23 @@ def clip_grad_norm_(model: nn.Module, meshes: Meshes, max_norm: float | None) ->
 
     Cost: one all-reduce of one number.
     """
-    gradients: list[Tensor] = []
-    weighted: list[Tensor] = []
+    by_replicas: dict[int, list[Tensor]] = {}
     for parameter, in_experts in _parameters(model):
-        if parameter.grad is None:
-            continue
-        local = _local(parameter.grad)
-        gradients.append(local)
-        replicas = meshes.sizes.world_size // _distinct_shards(parameter.grad, meshes, in_experts)
+        if parameter.grad is not None and (local := _local(parameter.grad)).numel():
+            replicas = meshes.sizes.world_size // _distinct_shards(parameter.grad, meshes, in_experts)
+            by_replicas.setdefault(replicas, []).append(local)
+    total = torch.zeros((), dtype=torch.float64, device=meshes.device)
+    # torch's multi-tensor calls: a call for each of many small gradients costs more than the sums.
+    for replicas, gradients in by_replicas.items():
+        norms = torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32))
         # fp64: squaring a large but finite norm must not overflow.
-        weighted.append(torch.linalg.vector_norm(local, dtype=torch.float32).double().square() / replicas)
-    total = torch.stack(weighted).sum() if weighted else torch.zeros((), dtype=torch.float64, device=meshes.device)
+        total += norms.double().square().sum() / replicas
     dist.all_reduce(total)
     norm = total.sqrt().float()
     if max_norm is not None:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for gradient in gradients:
-            gradient.mul_(factor)
+        for gradients in by_replicas.values():
+            torch._foreach_mul_(gradients, factor)
     return norm
 
 

@@ -231,7 +231,9 @@ class DecoderForCausalLM(nn.Module, ABC):
 
     def moe_layers(self) -> list[MoE]:
         """The MoE layers, first to last; the order of `ModelOutput.router_stats`."""
-        return [module for module in self.modules() if isinstance(module, MoE)]
+        # Not a walk over self.modules(): the gradient norm asks for this in every step.
+        feed_forwards = [layer.mlp for layer in self.model.layers]
+        return [module for module in feed_forwards if isinstance(module, MoE)]
 
     def reset_buffers(self) -> None:
         """Give buffers the values they have in a new model; call it after `to_empty` and before loading weights."""

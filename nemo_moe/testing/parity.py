@@ -45,6 +45,7 @@ class Setting:
             "no_labels_rank": the last rank has tokens but no labels; "repeated": every micro-batch is the same.
         routing: "learnt"; "hot": expert 5 is always chosen; "two": only experts 0 and 1 are.
         accumulation: M; the step's rows are the same for every M that divides 4.
+        evaluate: the ranks run a forward without gradients after every step; it must change nothing.
     """
 
     mesh: tuple[int, int, int] = (1, 2, 2)
@@ -59,6 +60,7 @@ class Setting:
     z_coef: float = 0.001
     main_loss: bool = True
     tied: bool = False
+    evaluate: bool = False
     steps: int = 3
     learning_rate: float = 0.5
     precision: str = "fp32"
@@ -70,7 +72,7 @@ class Setting:
 
     def reference(self) -> Setting:
         """What this must equal: the same for all meshes, checkpointing and experts backends."""
-        return dataclasses.replace(self, experts="loop", checkpointing="none", mesh=(1, self.world_size, 1), device="cpu")
+        return dataclasses.replace(self, experts="loop", checkpointing="none", mesh=(1, self.world_size, 1), evaluate=False, device="cpu")
 
 
 @dataclass
@@ -250,6 +252,9 @@ def run_rank(setting: Setting) -> Outcome | None:
             assert not missing, f"parameters without a gradient: {missing}"
             outcome.gradients = whole(model, meshes, {name: parameter.grad for name, parameter in model.named_parameters()})
         optimizer.step()
+        if setting.evaluate:
+            with torch.no_grad():
+                model(rows[0][0][0][:1, :5].to(meshes.device))
     outcome.weights = whole(model, meshes, {name: parameter.detach() for name, parameter in model.named_parameters()})
     counts = outcome.tokens_per_expert.to(meshes.device)
     dist.all_reduce(counts)
@@ -275,7 +280,7 @@ def check_outcome(setting: Setting, outcome: Outcome | None, tolerance: float = 
     assert (sum(outcome.crossed) > 0) == (setting.mesh[2] > 1)
     if setting.batch != "empty_rank" and setting.routing == "learnt" and setting.mesh[2] > 1:
         assert all(outcome.crossed)
-    assert outcome.selections == outcome.dispatches == 2 * setting.accumulation * setting.steps  # 2 MoE layers
+    assert outcome.selections == outcome.dispatches == 2 * setting.steps * (setting.accumulation + setting.evaluate)  # 2 MoE layers
 
 
 def _slots_of_other_ranks(model: Qwen3MoeForCausalLM, tokens_per_expert: Tensor) -> Tensor:

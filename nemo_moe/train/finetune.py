@@ -112,6 +112,7 @@ def _train(run: Run, log: RunLogger) -> dict[str, Value]:
             validation_loss = held_out_loss(run.model, run.validation_loader, run.meshes)
             log.validation(step, {"loss": validation_loss})
             pace.resume()
+    log.end_progress()
     return {
         "steps": float(run.steps),
         "loss": loss,

@@ -75,6 +75,11 @@ class RunLogger:
         if self._active:
             self._display.start(total_steps)
 
+    def end_progress(self) -> None:
+        """Training is over: the bar stays as it is, and what follows is printed below it."""
+        if self._active:
+            self._display.stop()
+
     def is_due(self, step: int) -> bool:
         """Whether the records of this step are written."""
         return step % self._config.every_steps == 0 or step == self._total_steps

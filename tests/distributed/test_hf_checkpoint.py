@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_qwen3_moe import SIZES, hf_model, ids
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -22,6 +21,7 @@ from nemo_moe.distributed.mesh import MeshSizes, build_meshes
 from nemo_moe.distributed.parallelize import init_weights, parallelize
 from nemo_moe.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from nemo_moe.testing.run_distributed import run_distributed
+from tiny_qwen3_moe import SIZES, hf_model, ids
 
 Mesh = tuple[int, int, int]  # dp_replicate, fsdp, ep
 MESHES: list[Mesh] = [(1, 2, 1), (1, 2, 2), (2, 1, 1), (1, 4, 2), (1, 4, 4), (2, 2, 2)]

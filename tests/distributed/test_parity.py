@@ -16,7 +16,7 @@ MESHES = [(1, 2, 2), (1, 2, 1), (1, 4, 4), (1, 4, 2), (2, 2, 2)]
 FACTORS = [
     MESHES,
     ["loop", "grouped_mm"],
-    ["equal", "unequal", "empty_rank", "no_labels_rank"],
+    ["unequal", "empty_rank", "no_labels_rank"],
     ["learnt", "hot"],
     [2, 1],
     [1, 4],
@@ -33,6 +33,8 @@ PAIRS = [_setting(combination) for combination in pairwise(FACTORS)]
 PRODUCT = [_setting(combination) for combination in itertools.product(*FACTORS)]
 # What the factors leave out.
 EXTRA = [
+    *(Setting(mesh=mesh, experts=experts, batch="equal") for mesh in MESHES for experts in ("loop", "grouped_mm")),
+    *(Setting(mesh=mesh, evaluate=True, checkpointing="full") for mesh in ((1, 2, 2), (2, 2, 2))),
     Setting(tied=True, mesh=(1, 4, 2)),
     Setting(routing="two", top_k=1, batch="equal"),  # case B01: no row for any expert of rank 1
     Setting(num_experts=2, top_k=1, mesh=(1, 4, 2), experts="grouped_mm"),  # L = 1 < efsdp = 2: experts sharded on dim 1

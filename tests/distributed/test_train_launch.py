@@ -8,16 +8,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_run import records, tiny_config
 
 from nemo_moe.compose import to_yaml
+from tiny_run import records, tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Two ranks; their output and torchrun's, apart."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ROOT / "recipes" / "finetune.py")]
+    options = ["--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, str(ROOT / "recipes" / "finetune.py")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=240, cwd=ROOT, env=environment)
 
@@ -48,7 +49,7 @@ def test_two_ranks_train_and_save(recipe: str, tmp_path: Path) -> None:
     ("overrides", "message"),
     [
         (["optimizer.lrr=1"], "did you mean"),
-        (["distributed.ep_size=3"], "ep_size (3)"),  # case B34: found before any group exists
+        (["distributed.ep_size=4"], "need 4 ranks or more, but there are 2"),  # case B34: found before any group exists
         (["--frobnicate"], "unrecognized arguments: --frobnicate"),
     ],
 )

@@ -108,11 +108,16 @@ def test_make_says_what_is_missing_where_python_is_too_old(tmp_path: Path) -> No
     old = tmp_path / "python3.10"
     old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo "Python 3.10.4" && exit 0\nexit 1\n', encoding="utf-8")
     old.chmod(0o755)
+    checkout = tmp_path / "checkout"
+    checkout.mkdir()
+    for name in ("Makefile", "uv.lock", "pyproject.toml"):
+        shutil.copy(ROOT / name, checkout)
     for interpreter, said in ((str(old), "Python 3.10.4"), (str(tmp_path / "absent"), "not there")):
         for target in ("demo", "test"):
-            done = run("make", target, f"PYTHON={interpreter}", env=clean_environment(MAKEFLAGS=""))
+            done = run("make", target, f"PYTHON={interpreter}", cwd=checkout, env=clean_environment(MAKEFLAGS=""))
             assert done.returncode != 0
             assert "nemo_moe needs python 3.11 or newer" in done.stderr and said in done.stderr, done.stderr
+    assert not (checkout / ".venv").exists()
 
 
 def test_ci_runs_make_test() -> None:

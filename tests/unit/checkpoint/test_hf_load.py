@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_qwen3_moe import hf_model, ids
 from torch import Tensor
 
 from nemo_moe.checkpoint.hf import load_hf_folder, read_hf_config
 from nemo_moe.config import BackendConfig, RouterConfig
 from nemo_moe.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from tiny_qwen3_moe import hf_model, ids
 
 WEIGHTS = "model.safetensors"
 GATE_PROJ = "model.layers.1.mlp.experts.2.gate_proj.weight"

@@ -11,7 +11,6 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from tiny_qwen3_moe import hf_model, ids, ours_like
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -19,6 +18,7 @@ from nemo_moe.checkpoint.folder_writer import plan_files
 from nemo_moe.checkpoint.hf import load_hf_folder, read_hf_config, save_hf_folder
 from nemo_moe.config import BackendConfig, RouterConfig
 from nemo_moe.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM, hf_layouts
+from tiny_qwen3_moe import hf_model, ids, ours_like
 
 INDEX = "model.safetensors.index.json"
 

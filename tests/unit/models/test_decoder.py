@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-from tiny_qwen3_moe import SIZES, hf_model, ids, ours_like
 
 from nemo_moe.config import BackendConfig, RouterConfig
 from nemo_moe.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from nemo_moe.moe.gate import FakeBalancedGate
 from nemo_moe.moe.layer import MoE
+from tiny_qwen3_moe import SIZES, hf_model, ids, ours_like
 
 
 def _build(router: RouterConfig | None = None, **changes: object) -> Qwen3MoeForCausalLM:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_qwen3_moe import SIZES, gradients, hf_model, ids, ours_like
 
 from nemo_moe.testing.tolerances import assert_all_close_relative
+from tiny_qwen3_moe import SIZES, gradients, hf_model, ids, ours_like
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 LLAMA3 = {

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import transformers
-from tiny_qwen3_moe import SIZES
 
 from nemo_moe.layers.rope import RopeConfig
 from nemo_moe.models.qwen3_moe import Qwen3MoeConfig
+from tiny_qwen3_moe import SIZES
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 OLD = {  # as in the hub's files of 2025

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_moe.compose import load_recipe
-from nemo_moe.config import OptimizerConfig, RouterConfig, RunConfig, ScheduleConfig, ScheduleName, ValidationConfig
+from nemo_moe.config import OptimizerConfig, Precision, RouterConfig, RunConfig, ScheduleConfig, ScheduleName, ValidationConfig
 from nemo_moe.resolve import resolve
 from nemo_moe.train.assemble import Run, assemble, warnings_of
 from nemo_moe.train.finetune import finetune
@@ -167,6 +167,21 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path: Path, one_r
         step_of(run, step=7)
     for name, value in weights(run).items():
         torch.testing.assert_close(value, before[name], rtol=0, atol=0, equal_nan=True)
+
+
+def test_bf16_computes_in_bf16_and_keeps_fp32_weights_and_states(tmp_path: Path, one_rank: None) -> None:
+    """case B42, on the CPU."""
+    config = tiny_config(tmp_path, optimizer=OptimizerConfig(lr=1e-3))
+    config.precision = Precision.bf16
+    run = assembled(config)
+    batch = next(iter(run.loader))[0]
+    assert run.model(batch.input_ids, batch.token_mask).logits.dtype is torch.bfloat16
+    first = step_of(run, [batch]).loss
+    assert {parameter.dtype for parameter in run.model.parameters()} == {torch.float32}
+    assert {state["exp_avg"].dtype for state in run.optimizer.state.values()} == {torch.float32}
+    assert len(run.optimizer.state) == len(list(run.model.parameters()))
+    last = [step_of(run, [batch]).loss for _ in range(10)][-1]
+    assert math.isfinite(last) and last < first
 
 
 def test_a_folder_that_cannot_be_written_is_found_out_before_training(tmp_path: Path) -> None:

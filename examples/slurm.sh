@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Fine-tune on several nodes of a Slurm cluster: one task per node, which starts one rank per GPU.
+#
+#   sbatch examples/slurm.sh demo distributed.ep_size=8 precision=bf16
+#
+# The arguments are a recipe and changes to it. Change the numbers below to your cluster's. ep_size counts neighbouring
+# ranks, so at 8 GPUs a node ep_size 8 keeps the experts' traffic inside a node.
+#SBATCH --job-name=nemo-moe
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=64
+#SBATCH --time=04:00:00
+set -euo pipefail
+
+first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+
+srun nemo-moe finetune "$@" \
+  --nnodes "$SLURM_JOB_NUM_NODES" \
+  --nproc-per-node "$SLURM_GPUS_ON_NODE" \
+  --rdzv-id "$SLURM_JOB_ID" \
+  --rdzv-backend c10d \
+  --rdzv-endpoint "$first_node:29400"
