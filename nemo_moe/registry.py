@@ -173,6 +173,7 @@ DISPATCHERS.register(
         summary="ranks that share one batch compute their own experts and add up",
         needs_shared_batch=True,
         uneven_tokens=False,
+        sync_free=True,
         deterministic=True,
     ),
 )

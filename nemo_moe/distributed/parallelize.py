@@ -139,7 +139,7 @@ def expert_shard(parameter: nn.Parameter, efsdp: int) -> Shard:
     )
 
 
-def set_requires_gradient_sync(model: nn.Module, last_micro_batch: bool) -> None:
+def set_last_micro_batch(model: nn.Module, last_micro_batch: bool) -> None:
     """Call before each micro-batch of a step: what may wait for the last one does.
 
     Gradients are reduce-scattered after every backward, so that a rank never holds more than its shard of them (holding
@@ -232,7 +232,7 @@ def _selective_contexts() -> tuple[AbstractContextManager[None], AbstractContext
 
 
 class _Both(AbstractContextManager[None]):
-    """Two contexts as one, entered in order. Like them it may be entered again."""
+    """Two contexts as one, entered in order. A selective checkpoint's may be entered once: torch refuses a second backward."""
 
     def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
         self._contexts = contexts

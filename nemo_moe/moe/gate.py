@@ -78,7 +78,7 @@ class Gate(nn.Module):
     def _stats(self, router_logits: Tensor, scores: Tensor, topk_idx: Tensor, token_mask: Tensor | None) -> RouterStats:
         probs = scores / scores.sum(dim=-1, keepdim=True) if self.config.score_function is ScoreFunction.sigmoid else scores
         squares = router_logits.logsumexp(dim=-1).square()
-        num_tokens = torch.tensor(float(topk_idx.shape[0]), device=scores.device)
+        num_tokens = torch.full((), float(topk_idx.shape[0]), device=scores.device)
         if token_mask is not None:
             probs = torch.where(token_mask[:, None], probs, 0.0)
             squares = torch.where(token_mask, squares, 0.0)

@@ -79,7 +79,7 @@ def update_expert_bias(gates: Sequence[Gate], tokens_per_expert: Tensor, rate: f
         tokens_per_expert: [N, E] summed over the step's micro-batches and over ranks.
         rate: the step.
     """
-    direction = torch.sign(tokens_per_expert.mean(dim=1, keepdim=True) - tokens_per_expert)
+    direction = torch.sign(tokens_per_expert.mean(dim=1, keepdim=True) - tokens_per_expert).to(gates[0].weight.device)
     for gate, step in zip(gates, direction, strict=True):
         assert gate.expert_bias is not None, "this gate has no expert bias: build the model with use_expert_bias"
-        gate.expert_bias.add_(step.to(gate.expert_bias.device), alpha=rate)
+        gate.expert_bias.add_(step, alpha=rate)

@@ -46,26 +46,28 @@ def rows_of_slots(slot_order: Tensor, expert_ids: Tensor) -> Tensor:
     return torch.where(expert_ids < 0, -1, rows.view(expert_ids.shape))
 
 
-def sum_slots(rows: Tensor, slot_rows: Tensor) -> Tensor:
+def sum_slots(rows: Tensor, slot_rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Output row n is the sum of the source rows that slot_rows[n] names, accumulated in fp32.
 
     Args:
         rows: [R, H] fp32, bf16 or fp16; rows that no slot names may be uninitialised memory, they are not read.
         slot_rows: [N, K] int64, -1 for none.
+        dtype: of the result; None is that of `rows`.
 
     Returns:
-        [N, H] in the dtype of `rows`; a row of -1 gives exact zeros.
+        [N, H]; a row of -1 gives exact zeros.
     """
+    dtype = dtype or rows.dtype
     (num_outputs, num_slots), hidden_size = slot_rows.shape, rows.shape[1]
     if rows.shape[0] == 0 or num_outputs == 0:
-        return rows.new_zeros(num_outputs, hidden_size)
+        return rows.new_zeros(num_outputs, hidden_size, dtype=dtype)
     if rows.device.type == "cpu":
         named = slot_rows >= 0
         offsets = F.pad(named.sum(dim=1).cumsum(0), (1, 0))
-        return F.embedding_bag(slot_rows[named], rows.float(), offsets, mode="sum", include_last_offset=True).to(rows.dtype)
+        return F.embedding_bag(slot_rows[named], rows.float(), offsets, mode="sum", include_last_offset=True).to(dtype)
     # Not embedding_bag on CUDA: there the last bag runs to the end of the indices, whatever the last offset says, and
     # their number cannot be cut without a host synchronisation.
-    total = torch.empty(num_outputs, hidden_size, dtype=rows.dtype, device=rows.device)
+    total = torch.empty(num_outputs, hidden_size, dtype=dtype, device=rows.device)
     for chunk, names in zip(total.split(_chunk(num_slots * hidden_size)), slot_rows.split(_chunk(num_slots * hidden_size)), strict=True):
         gathered = rows.index_select(0, names.clamp(min=0).view(-1)).view(*names.shape, hidden_size)
         chunk.copy_(gathered.masked_fill_((names < 0)[..., None], 0.0).sum(dim=1, dtype=torch.float32))

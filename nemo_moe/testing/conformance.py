@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from nemo_moe.config import BackendConfig
 from nemo_moe.moe.dispatch.token_dispatcher import MoEFlexTokenDispatcher
 from nemo_moe.moe.experts.base import build_experts
-from nemo_moe.moe.types import route_log_contexts
+from nemo_moe.moe.types import Dispatched, route_log_contexts
 from nemo_moe.registry import DISPATCHERS
 from nemo_moe.testing.tolerances import assert_close_relative
 
@@ -106,13 +106,18 @@ class Batch:
 
 @dataclass
 class Result:
-    """Output [T, H] and gradients of one rank; `experts` are those of its local gate_up_proj and down_proj."""
+    """Output [T, H] and gradients of one rank; `experts` are those of its local gate_up_proj and down_proj.
+
+    tokens_per_expert [L], and row_weights [R], sorted: the routing weights as they arrived, which must be bit for bit
+    those that were sent (case B20).
+    """
 
     output: Tensor
     hidden_states: Tensor
     topk_weights: Tensor
     experts: list[Tensor]
     tokens_per_expert: Tensor
+    row_weights: Tensor
 
 
 def draw_batches(case: Case, world_size: int, *, shared: bool, seed: int, dtype: torch.dtype = torch.float32) -> list[Batch]:
@@ -164,9 +169,11 @@ def reference(case: Case, batches: list[Batch], rank: int, world_size: int, *, s
     mine = 0 if shared else rank
     local = slice(rank * case.num_experts // world_size, (rank + 1) * case.num_experts // world_size)
     ids = torch.cat([batch.topk_idx.reshape(-1) for batch in (batches[:1] if shared else batches)])
+    weights = torch.cat([batch.topk_weights.reshape(-1) for batch in (batches[:1] if shared else batches)])
     counts = torch.bincount(ids[ids >= 0], minlength=case.num_experts)[local]
+    row_weights = weights[(ids >= local.start) & (ids < local.stop)].sort().values
     experts = [_gradient(gate_up_proj)[local], _gradient(down_proj)[local]]
-    return Result(outputs[mine], _gradient(leaves[mine][0]), _gradient(leaves[mine][1]), experts, counts)
+    return Result(outputs[mine], _gradient(leaves[mine][0]), _gradient(leaves[mine][1]), experts, counts, row_weights)
 
 
 def run_layer(
@@ -204,13 +211,11 @@ def run_layer(
     if poison:
         poisoned = [torch.full((64 + 8 * size, HIDDEN_SIZE), float("nan"), dtype=dtype, device=device) for size in range(32)]
         del poisoned
-    counts: list[Tensor] = []
+    recorder = _Recorder(dispatcher)
 
     def forward(tokens: Tensor, weights: Tensor) -> Tensor:
-        dispatched = dispatcher.dispatch(tokens, topk_idx, weights)
-        counts.append(dispatched.tokens_per_expert)
-        rows = experts.compute(dispatched.hidden_states, dispatched.topk_weights, dispatched.tokens_per_expert)
-        return dispatcher.combine(rows, dispatched.handle)
+        output: Tensor = experts(tokens, topk_idx, weights, recorder)
+        return output
 
     if recompute:
         output = checkpoint(forward, hidden_states, topk_weights, use_reentrant=False, context_fn=route_log_contexts)
@@ -219,9 +224,26 @@ def run_layer(
         output = forward(hidden_states, topk_weights)
     (output.float() * batch.loss_weights.to(device)).sum().backward()
     if recompute and hidden_states.numel():
-        assert len(counts) == 2, f"the checkpointed layer ran {len(counts)} times, not twice"
+        assert len(recorder.dispatched) == 2, f"the checkpointed layer ran {len(recorder.dispatched)} times, not twice"
     experts_gradients = [_gradient(experts.gate_up_proj), _gradient(experts.down_proj)]
-    return Result(output.detach(), _gradient(hidden_states), _gradient(topk_weights), experts_gradients, counts[0])
+    first = recorder.dispatched[0]
+    assert first.topk_weights.dtype is torch.float32, f"routing weights arrived as {first.topk_weights.dtype}"
+    row_weights = first.topk_weights.detach()[: int(first.tokens_per_expert.sum())].sort().values
+    gradients = (_gradient(hidden_states), _gradient(topk_weights), experts_gradients)
+    return Result(output.detach(), *gradients, first.tokens_per_expert, row_weights)
+
+
+class _Recorder:
+    """The dispatcher under test, keeping what its dispatch returned."""
+
+    def __init__(self, dispatcher: MoEFlexTokenDispatcher) -> None:
+        self.combine = dispatcher.combine
+        self._dispatch = dispatcher.dispatch
+        self.dispatched: list[Dispatched] = []
+
+    def dispatch(self, hidden_states: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Dispatched:
+        self.dispatched.append(self._dispatch(hidden_states, topk_idx, topk_weights))
+        return self.dispatched[-1]
 
 
 def check_case(
@@ -260,6 +282,7 @@ def check_case(
         assert actual.tokens_per_expert.tolist() == expected.tokens_per_expert.tolist(), (
             f"tokens_per_expert {actual.tokens_per_expert.tolist()}, expected {expected.tokens_per_expert.tolist()}"
         )
+        assert torch.equal(actual.row_weights.cpu(), expected.row_weights), f"{case.name}: routing weights changed on their way"
         for name in ("output", "hidden_states", "topk_weights"):
             assert_close_relative(getattr(actual, name).double().cpu(), getattr(expected, name), tolerance, f"{case.name}: {name}")
         for name, got, wanted in zip(("gate_up_proj", "down_proj"), actual.experts, expected.experts, strict=True):

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from nemo_moe.config import BackendConfig, RouterConfig
 from nemo_moe.distributed.grad_norm import clip_grad_norm_
 from nemo_moe.distributed.mesh import Meshes, MeshSizes, build_meshes
-from nemo_moe.distributed.parallelize import init_weights, parallelize, set_requires_gradient_sync
+from nemo_moe.distributed.parallelize import init_weights, parallelize, set_last_micro_batch
 from nemo_moe.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from nemo_moe.moe.load_balance import load_balance_loss, router_z_loss, sum_over_ranks
 from nemo_moe.testing.tolerances import assert_all_close_relative
@@ -235,7 +235,7 @@ def run_rank(setting: Setting) -> Outcome | None:
         optimizer.zero_grad()
         losses, crossed = torch.zeros((), device=meshes.device), torch.zeros(1, device=meshes.device)
         for index, micro_batch in enumerate(rows):
-            set_requires_gradient_sync(model, index == len(rows) - 1)
+            set_last_micro_batch(model, index == len(rows) - 1)
             loss, stats = _step_loss(model, micro_batch[meshes.dp_rank], setting, label_tokens, meshes.dp_group)
             loss.backward()
             losses += loss.detach()

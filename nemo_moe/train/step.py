@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from nemo_moe.data.loader import MicroBatch
 from nemo_moe.distributed.grad_norm import clip_grad_norm_
 from nemo_moe.distributed.mesh import Meshes
-from nemo_moe.distributed.parallelize import set_requires_gradient_sync
+from nemo_moe.distributed.parallelize import set_last_micro_batch
 from nemo_moe.moe.load_balance import load_balance_loss, router_z_loss, sum_over_ranks
 from nemo_moe.train.loss import count_label_tokens, token_loss_sum
 
@@ -86,7 +86,10 @@ def train_step(
     """
     optimizer.zero_grad()
     sums = _accumulate_gradients(model, micro_batches, meshes, coefficients)
+    # Both sums over ranks are under way before either is awaited.
+    pending = dist.all_reduce(sums.losses, group=meshes.dp_group, async_op=True)
     grad_norm = clip_grad_norm_(model, meshes, max_grad_norm)
+    pending.wait()
     result = _to_host(sums, grad_norm, coefficients)
     if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
         raise TrainingStopped(
@@ -100,7 +103,13 @@ def train_step(
 
 @dataclass
 class _Sums:
-    """Device values of one step: counts int64 [2] of label and real tokens, losses fp32 [3], expert counts [N, E]."""
+    """Device values of one step.
+
+    Attributes:
+        counts: [2] int64 label and real tokens over all ranks.
+        losses: [3] fp32 main, load-balance and z-loss: this rank's parts.
+        tokens_per_expert: [N, E] over all ranks.
+    """
 
     counts: Tensor
     losses: Tensor
@@ -115,7 +124,7 @@ def _accumulate_gradients(model: nn.Module, micro_batches: Sequence[MicroBatch],
     losses = torch.zeros(3, dtype=torch.float32, device=device)
     tokens_per_expert = torch.zeros(0, 0, device=device)
     for index, batch in enumerate(micro_batches):
-        set_requires_gradient_sync(model, index == len(micro_batches) - 1)
+        set_last_micro_batch(model, index == len(micro_batches) - 1)
         token_mask = batch.token_mask.to(device, non_blocking=True)
         output = model(batch.input_ids.to(device, non_blocking=True), token_mask=token_mask)
         token_loss = token_loss_sum(output.logits, batch.labels.to(device, non_blocking=True))
@@ -135,7 +144,6 @@ def _accumulate_gradients(model: nn.Module, micro_batches: Sequence[MicroBatch],
                     loss = loss + coefficient * value
         loss.backward()
         losses += torch.stack(parts)
-    dist.all_reduce(losses, group=meshes.dp_group)
     return _Sums(counts, losses, tokens_per_expert)
 
 

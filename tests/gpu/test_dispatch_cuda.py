@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from nemo_moe.config import BackendConfig
+from nemo_moe.config import BackendConfig, MoEConfig
 from nemo_moe.moe.experts.base import build_experts
+from nemo_moe.moe.layer import MoE
 from nemo_moe.moe.permute import reference_sum_slots, sum_slots
 from nemo_moe.registry import DISPATCHERS, EXPERTS
 from nemo_moe.testing.conformance import CASES, Case, check_case
@@ -19,6 +24,7 @@ BY_NAME = {case.name: case for case in CASES}
 
 
 def _check(name: str, dispatcher: str, experts: str, dtype: torch.dtype, recompute: bool) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
     check_case(
         BY_NAME[name],
         BackendConfig(dispatcher=dispatcher, experts=experts),
@@ -44,7 +50,6 @@ def test_every_pair_equals_the_reference_over_nccl(case: Case, dispatcher: str, 
 @pytest.mark.gpu2
 @pytest.mark.parametrize("dispatcher", sorted(DISPATCHERS))
 def test_fp32_and_recomputation_over_nccl(dispatcher: str) -> None:
-    torch.backends.cuda.matmul.allow_tf32 = False
     for name in ("random", "uneven", "dropped_slots"):
         run_distributed(_check, 2, name, dispatcher, "loop", torch.float32, True, backend="nccl")
 
@@ -63,8 +68,9 @@ def test_experts_stay_within_twice_the_error_of_bf16_torch(name: str, counts: li
     for key, backend, dtype in (("truth", "loop", torch.float32), ("bf16", "loop", torch.bfloat16), ("tested", name, torch.bfloat16)):
         torch.manual_seed(1)
         experts = build_experts(backend, 4, 256, 128).to(device, dtype)
-        for _ in range(3):
-            torch.full((1024, 1024), 1e30, device=device)  # dirties the allocator
+        sizes = (rows * 256, rows * 128, 4 * 256 * 256, 4 * 256 * 128)  # dirties blocks of the sizes that follow
+        huge = [torch.full((max(1, size),), 1e30, device=device, dtype=dtype) for size in sizes for _ in range(3)]
+        del huge
         leaf = hidden_states.to(dtype).requires_grad_()
         output = experts.compute(leaf, weights, torch.tensor(counts, dtype=torch.int32, device=device))
         output.backward(upstream.to(dtype))
@@ -91,3 +97,47 @@ def test_summing_slots_on_cuda_equals_the_reference_and_reads_named_rows_only(dt
     slot_rows = torch.randperm(700).repeat(2)[:1200].view(300, 4).where(torch.rand(300, 4) < 0.6, -1)
     total = sum_slots(rows.cuda(), slot_rows.cuda()).cpu()
     assert relative_difference(total, reference_sum_slots(rows, slot_rows)) <= (1e-6 if dtype is torch.float32 else 4e-3)
+
+
+def _without_sync(dispatcher: str) -> None:
+    """One layer, forward and backward, where anything that synchronises with the host raises."""
+    device = torch.device("cuda", dist.get_rank())
+    moe = MoE(
+        MoEConfig(num_experts=8, num_experts_per_tok=2, hidden_size=256, moe_intermediate_size=128), BackendConfig(dispatcher=dispatcher)
+    )
+    moe.to(device, torch.bfloat16).shard_experts(dist.group.WORLD)
+    torch.manual_seed(0)
+    tokens = torch.randn(64, 256, device=device, dtype=torch.bfloat16).requires_grad_()
+    for mode in ("default", "error"):  # the first pass sets libraries and communicators up
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            moe(tokens)[0].sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert tokens.grad is not None
+    assert tokens.grad.isfinite().all()
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize("dispatcher", [name for name in DISPATCHERS if DISPATCHERS.get(name).sync_free])
+def test_a_sync_free_dispatcher_does_not_wait_for_the_device(dispatcher: str) -> None:
+    """With `grouped_mm`, which takes its counts on the device."""
+    run_distributed(_without_sync, 2, dispatcher, backend="nccl")
+
+
+@pytest.mark.gpu
+def test_an_id_out_of_range_trips_a_device_side_check_in_debug_mode() -> None:
+    """In a process of its own: a device-side assertion ends the CUDA context."""
+    program = (
+        "import torch; from nemo_moe import BackendConfig\n"
+        "from nemo_moe.moe.dispatch.token_dispatcher import MoEFlexTokenDispatcher\n"
+        "dispatcher = MoEFlexTokenDispatcher(BackendConfig(), 4, None)\n"
+        "dispatcher.dispatch(torch.randn(1, 8).cuda(), torch.tensor([[0, 7]]).cuda(), torch.ones(1, 2).cuda())\n"
+        "torch.cuda.synchronize()"
+    )
+    for switch, expected in (("0", 0), ("1", 1)):
+        environment = {**os.environ, "NEMO_MOE_DEBUG": switch}
+        result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=False)
+        assert (result.returncode != 0) == bool(expected), result.stderr
+        assert ("assert" in result.stderr.lower()) == bool(expected), result.stderr

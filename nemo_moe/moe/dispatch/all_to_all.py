@@ -30,7 +30,7 @@ class _AllToAllHandle(DispatchHandle):
     Attributes:
         send_tokens: [N] int64, the token of each sent row, ordered by destination rank.
         send_splits, recv_splits: rows to and from each rank.
-        home_rows: [T, ep_size] int64, which returned row holds a token's sum from each rank, -1 for none.
+        home_rows: [T, min(K, ep_size)] int64, which returned rows hold a token's sums from the ranks it went to, -1 for none.
         slot_order: [R] int64, flat slots of the received [M, K] table by expert.
         slot_rows: [M, K] int64, which grouped row each received slot became, -1 for none.
     """
@@ -67,7 +67,7 @@ class _AllToAllManager(DispatchManager):
                 send_tokens=send_tokens,
                 send_splits=send_splits,
                 recv_splits=recv_splits,
-                home_rows=self._home_rows(needed, send_tokens, destinations),
+                home_rows=self._home_rows(needed, send_tokens, destinations, top_k),
                 slot_order=slot_order,
                 slot_rows=rows_of_slots(slot_order, recv_idx),
             )
@@ -84,7 +84,7 @@ class _AllToAllManager(DispatchManager):
             outgoing = hidden_states.index_select(0, handle.send_tokens)
         received = self._exchange(outgoing, handle.send_splits, handle.recv_splits)
         with record_function("moe/permute"):
-            return received.index_select(0, handle.slot_order // max(1, handle.slot_rows.shape[1]))
+            return received.index_select(0, handle.slot_order // handle.slot_rows.shape[1])
 
     def combine(self, rows: Tensor, handle: DispatchHandle, row_weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         assert isinstance(handle, _AllToAllHandle)
@@ -121,11 +121,11 @@ class _AllToAllManager(DispatchManager):
         num_tokens = max(1, needed.shape[0])
         return by_rank // num_tokens, by_rank % num_tokens
 
-    def _home_rows(self, needed: Tensor, send_tokens: Tensor, destinations: Tensor) -> Tensor:
-        """[T, ep_size]: the position among the sent rows of token t's row to rank d, -1 where none was sent."""
+    def _home_rows(self, needed: Tensor, send_tokens: Tensor, destinations: Tensor, top_k: int) -> Tensor:
+        """[T, min(K, ep_size)]: the positions of token t among the sent rows, -1 past them; a token goes to K ranks at most."""
         positions = torch.full_like(needed, -1, dtype=torch.int64)
         positions.view(-1)[send_tokens * self.ep_size + destinations] = torch.arange(send_tokens.numel(), device=needed.device)
-        return positions
+        return positions.sort(dim=1, descending=True).values[:, :top_k]
 
     def _exchange(self, rows: Tensor, send_splits: list[int], recv_splits: list[int]) -> Tensor:
         received = rows.new_empty(sum(recv_splits), *rows.shape[1:])

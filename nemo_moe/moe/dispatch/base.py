@@ -36,8 +36,12 @@ class DispatchManager(ABC):
         self.num_sms = num_sms
         self.async_dispatch = async_dispatch
 
-    def check_available(self) -> None:  # noqa: B027  (most dispatchers need nothing of the machine)
-        """Raise ImportError or ValueError naming what this machine lacks and the fix; return where nothing is missing."""
+    @classmethod
+    def check_available(cls) -> None:  # noqa: B027  (most dispatchers need nothing of the machine)
+        """Raise ImportError or ValueError naming what this machine lacks and the fix; return where nothing is missing.
+
+        Asked before a manager is built, so it may not need one.
+        """
 
     @abstractmethod
     def dispatch(self, hidden_states: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Dispatched:

@@ -47,7 +47,7 @@ class _LocalManager(DispatchManager):
     def redispatch(self, hidden_states: Tensor, handle: DispatchHandle) -> Tensor:
         assert isinstance(handle, _LocalHandle)
         with record_function("moe/permute"):
-            return hidden_states.index_select(0, handle.slot_order // max(1, handle.slot_rows.shape[1]))
+            return hidden_states.index_select(0, handle.slot_order // handle.slot_rows.shape[1])
 
     def combine(self, rows: Tensor, handle: DispatchHandle, row_weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         assert isinstance(handle, _LocalHandle)
@@ -56,7 +56,10 @@ class _LocalManager(DispatchManager):
             by_slot = torch.empty_like(row_weights).index_copy_(0, handle.slot_order, row_weights)
             weights = by_slot.view(handle.slot_rows.shape).masked_fill(handle.slot_rows < 0, 0.0)
         with record_function("moe/permute"):
-            return sum_slots(rows, handle.slot_rows), weights
+            return sum_slots(rows, handle.slot_rows, self._sum_dtype(rows)), weights
+
+    def _sum_dtype(self, rows: Tensor) -> torch.dtype:
+        return rows.dtype
 
     def _local_ids(self, topk_idx: Tensor) -> Tensor:
         """Global expert ids -> ids among this rank's experts, -1 for the experts of other ranks."""

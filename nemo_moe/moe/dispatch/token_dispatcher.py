@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +17,9 @@ from nemo_moe.registry import DISPATCHERS
 
 if TYPE_CHECKING:
     from nemo_moe.config import BackendConfig
+
+
+CHECK_ON_DEVICE = os.environ.get("NEMO_MOE_DEBUG") == "1"
 
 
 class MoEFlexTokenDispatcher:
@@ -42,11 +46,11 @@ class MoEFlexTokenDispatcher:
         if ep_size == 1:
             self.manager: DispatchManager = _LocalManager(None, num_experts)
             return
-        manager_class = DISPATCHERS.load(backend.dispatcher)
+        manager_class: type[DispatchManager] = DISPATCHERS.load(backend.dispatcher)
+        manager_class.check_available()
         self.manager = manager_class(
             ep_group, num_experts, num_sms=backend.dispatcher_num_sms, async_dispatch=backend.dispatcher_async_dispatch
         )
-        self.manager.check_available()
 
     def dispatch(self, hidden_states: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Dispatched:
         """Send every token to the ranks that own its experts; rows arrive grouped by local expert.
@@ -63,8 +67,8 @@ class MoEFlexTokenDispatcher:
             Dispatched: rows [R, H], their weights [R], tokens_per_expert [L] and the handle, which must outlive backward.
 
         Raises:
-            ValueError: a wrong shape or dtype; on the CPU also an id outside [-1, E) (a check on the GPU would be a
-                host synchronisation).
+            ValueError: a wrong shape or dtype; on the CPU also an id outside [-1, E). On a GPU, where that would be a
+                host synchronisation, such an id trips a device-side assertion if NEMO_MOE_DEBUG=1 is set.
         """
         self._check(hidden_states, topk_idx, topk_weights)
         return fused_dispatch(self.manager, hidden_states, topk_idx, topk_weights)
@@ -83,7 +87,11 @@ class MoEFlexTokenDispatcher:
                 f"hidden_states {tuple(hidden_states.shape)}, topk_idx {tuple(topk_idx.shape)} and topk_weights"
                 f" {tuple(topk_weights.shape)} must be [T, H], [T, K] and [T, K]"
             )
-        if topk_idx.device.type == "cpu" and topk_idx.numel():
+        if topk_idx.device.type != "cpu":
+            if CHECK_ON_DEVICE:
+                in_range = ((topk_idx >= -1) & (topk_idx < self.num_experts)).all()
+                torch._assert_async(in_range, f"topk_idx holds an expert id outside -1 to {self.num_experts - 1}")
+        elif topk_idx.numel():
             low, high = int(topk_idx.min()), int(topk_idx.max())
             if low < -1 or high >= self.num_experts:
                 found = low if low < -1 else high

@@ -76,6 +76,6 @@ def build_experts(name: str, num_experts: int, hidden_size: int, moe_intermediat
 
 
 def weighted_swiglu(gate_up: Tensor, topk_weights: Tensor) -> Tensor:
-    """silu(gate) * up * routing weight: [R, 2I], [R] fp32 -> [R, I] in the dtype of `gate_up`; the product is formed in fp32."""
+    """silu(gate) * up * routing weight: [R, 2I], [R] fp32 -> [R, I] in the dtype of `gate_up`; weighted in fp32."""
     gate, up = gate_up.chunk(2, dim=-1)
     return (F.silu(gate) * up * topk_weights[:, None]).to(gate_up.dtype)
