@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Fine-tune on several nodes of a Slurm cluster: one task per node, which starts one rank per GPU.
 #
-#   sbatch examples/slurm.sh demo distributed.ep_size=8 precision=bf16
+#   sbatch examples/slurm.sh demo distributed.ep_size=8 train.micro_batch_size=8 precision=bf16
 #
-# The arguments are a recipe and changes to it. Change the numbers below to your cluster's. ep_size counts neighbouring
-# ranks, so at 8 GPUs a node ep_size 8 keeps the experts' traffic inside a node.
+# The arguments are a recipe and changes to it. Change the numbers below to your cluster's. train.global_batch_size must be
+# a multiple of train.micro_batch_size times the ranks, here 16. ep_size counts neighbouring ranks, so at 8 GPUs a node
+# ep_size 8 keeps the experts' traffic inside a node.
 #SBATCH --job-name=nemo-moe
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from nemo_moe.registry import DISPATCHERS, EXPERTS, MODELS
@@ -171,6 +172,11 @@ class ModelConfig:
             "model.path and model.config are both empty: give a Hugging Face folder, or the config of a model to start from random weights",
         )
 
+    @property
+    def folder(self) -> Path | None:
+        """`path` to read from: with its ~ replaced by the home folder."""
+        return None if self.path is None else Path(self.path).expanduser()
+
 
 @dataclass(kw_only=True)
 class DistributedConfig:
@@ -202,6 +208,8 @@ class RouterConfig:
         z_loss_coef: of the mean squared logsumexp of the router logits.
         bias_update_rate: step of the expert bias of loss-free balancing; above 0 gives the model an expert bias.
         fake_balanced: replaces the gate by round-robin routing; for benchmarks only.
+
+    What is not at its default needs a model with experts; `resolve` refuses it for others.
     """
 
     aux_loss_coef: float | None = None
@@ -212,6 +220,10 @@ class RouterConfig:
     def __post_init__(self) -> None:
         _not_negative(
             router__aux_loss_coef=self.aux_loss_coef, router__z_loss_coef=self.z_loss_coef, router__bias_update_rate=self.bias_update_rate
+        )
+        _require(
+            not (self.fake_balanced and self.bias_update_rate),
+            f"router.bias_update_rate is {self.bias_update_rate}, but router.fake_balanced routes by no bias; set it to 0",
         )
 
 
@@ -251,14 +263,20 @@ class DataConfig:
         _require(self.length_group_batches >= 1, f"data.length_group_batches must be 1 or more, found {self.length_group_batches}")
 
 
+_BETAS, _EPS = [0.9, 0.95], 1e-8
+
+
 @dataclass(kw_only=True)
 class OptimizerConfig:
-    """AdamW or SGD from torch. Weight decay acts on matrices (two or more dimensions, embeddings included) alone."""
+    """AdamW or SGD from torch. Weight decay acts on matrices (two or more dimensions, embeddings included) alone.
+
+    `betas` and `eps` are AdamW's, `momentum` is SGD's; to set one beside the other optimizer is an error.
+    """
 
     name: str = "adamw"
     lr: float = 1e-5
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    eps: float = 1e-8
+    betas: list[float] = field(default_factory=lambda: list(_BETAS))
+    eps: float = _EPS
     weight_decay: float = 0.0
     momentum: float = 0.0
 
@@ -270,11 +288,21 @@ class OptimizerConfig:
             len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
             f"optimizer.betas must be two numbers in [0, 1), found {list(self.betas)}",
         )
+        unread: dict[str, Any] = {"momentum": 0.0} if self.name == "adamw" else {"betas": _BETAS, "eps": _EPS}
+        for key, default in unread.items():
+            found = getattr(self, key)
+            _require(
+                found == default,
+                f"optimizer.{key} is {found}, but {self.name} has no {key}; leave it at {default}, or choose the optimizer that has it",
+            )
 
 
 @dataclass(kw_only=True)
 class ScheduleConfig:
-    """Learning rate: linear warm-up, then the named shape down to `min_lr_ratio` times the peak at the last step."""
+    """Learning rate: linear warm-up, then the named shape down to `min_lr_ratio` times the peak at the last step.
+
+    `constant` stays at the peak, so `min_lr_ratio` above 0 beside it is an error.
+    """
 
     name: ScheduleName = ScheduleName.cosine
     warmup_steps: int = 0
@@ -283,6 +311,11 @@ class ScheduleConfig:
     def __post_init__(self) -> None:
         _not_negative(schedule__warmup_steps=self.warmup_steps)
         _require(0 <= self.min_lr_ratio <= 1, f"schedule.min_lr_ratio must be in [0, 1], found {self.min_lr_ratio}")
+        _require(
+            self.name is not ScheduleName.constant or self.min_lr_ratio == 0,
+            f"schedule.min_lr_ratio is {self.min_lr_ratio}, but a constant schedule stays at the peak; set it to 0,"
+            " or choose linear or cosine",
+        )
 
 
 @dataclass(kw_only=True)

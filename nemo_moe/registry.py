@@ -4,17 +4,25 @@ Importing this module imports nothing of a backend: a setting that a backend can
 here, and the backend's file (and the optional library behind it) is loaded on first use by `Registry.load`.
 
 Adding a dispatcher is one file that subclasses `DispatchManager` and one `DISPATCHERS.register(...)`; validation, the
-conformance tests, the benchmark and the table in the docs iterate over the registry.
+conformance tests and the benchmark iterate over the registry. A package of your own puts the module that registers under
+the entry-point group `nemo_moe.backends`: it is imported on every rank when a name is asked for that is not here, or when
+all names are.
 """
 
 from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.metadata
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
+
+ENTRY_POINTS = "nemo_moe.backends"
+
+# The values of the recipe key `precision` -> torch's name of the type that is computed in.
+PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +39,7 @@ class BackendSpec:
 
     target: str
     summary: str
-    precisions: tuple[str, ...] = ("fp32", "bf16")
+    precisions: tuple[str, ...] = tuple(PRECISIONS)
     requires: tuple[str, ...] = ()
     extra: str | None = None
 
@@ -114,14 +122,21 @@ class Registry(Generic[Spec]):
         del self._specs[name]
 
     def __iter__(self) -> Iterator[str]:
+        _load_entry_points()
         return iter(self._specs)
 
     def __contains__(self, name: object) -> bool:
+        if name not in self._specs:
+            _load_entry_points()
         return name in self._specs
 
     def get(self, name: str) -> Spec:
-        """The spec of `name`. Raises ValueError that lists the legal names and the nearest one."""
-        if name in self._specs:
+        """The spec of `name`.
+
+        Raises ValueError that lists the legal names and the nearest one, or that says which installed package registers
+        backends and cannot be imported.
+        """
+        if name in self:
             return self._specs[name]
         legal = ", ".join(sorted(self._specs))
         if name in self._foreign:
@@ -144,6 +159,26 @@ class Registry(Generic[Spec]):
         """The class of `name`. Imports its file. Raises as `get` and `check_installed` do."""
         self.check_installed(name)
         return load_target(self.get(name).target)
+
+
+_loaded_entry_points: set[importlib.metadata.EntryPoint] = set()
+
+
+def _load_entry_points() -> None:
+    """Import the modules that installed packages name under `nemo_moe.backends`, each once; they register what they have."""
+    for entry_point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        if entry_point in _loaded_entry_points:
+            continue
+        _loaded_entry_points.add(entry_point)  # before the import, which may ask the registry itself
+        try:
+            entry_point.load()
+        except Exception as error:
+            _loaded_entry_points.discard(entry_point)
+            raise ValueError(
+                f"the entry point {entry_point.name} = {entry_point.value} of group {ENTRY_POINTS!r}, from the package"
+                f" {entry_point.dist.name if entry_point.dist else '?'}, cannot be loaded ({type(error).__name__}: {error});"
+                " repair that package or uninstall it"
+            ) from error
 
 
 def load_target(target: str) -> Any:

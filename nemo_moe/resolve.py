@@ -9,18 +9,15 @@ Left out on purpose: what can only be known on the device itself, which each bac
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from nemo_moe.config import Device, ModelConfig, Precision, RunConfig
+from nemo_moe.config import Device, ModelConfig, RouterConfig, RunConfig
 from nemo_moe.distributed.mesh import MeshSizes
-from nemo_moe.registry import DISPATCHERS, EXPERTS, MODELS, load_target
-
-_BYTES = {Precision.fp32: 4, Precision.bf16: 2}
+from nemo_moe.hf_folder import read_hf_config
+from nemo_moe.registry import DISPATCHERS, EXPERTS, MODELS, PRECISIONS, load_target
 
 
 @dataclass(frozen=True)
@@ -56,11 +53,13 @@ def resolve(config: RunConfig, world_size: int, *, device_count: int | None = No
     if device_count is None:
         device_count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     local = world_size if local_world_size is None else local_world_size
-    device, device_line = _device(config.device, device_count, local)
+    device, device_line = choose_device(config.device, device_count, local)
     model = model_config(config.model)
     sizes, mesh_line = _sizes(config, world_size, model)
     backends = ["dispatcher, experts: not used, the model has no experts"]
-    if _has_experts(model):
+    if not _has_experts(model):
+        _refuse_router_keys(config.router)
+    else:
         backends = [_dispatcher_line(config, sizes, model), _experts_line(config, model)]
     return Resolved(
         sizes=sizes,
@@ -82,21 +81,17 @@ def model_config(model: ModelConfig) -> Any:
     Raises ValueError where the folder has no readable config.json, or the family refuses a key or value.
     """
     family = load_target(MODELS.get(model.family).config)
-    return family.from_hf({} if model.path is None else _read_hf_config(Path(model.path)), model.config)
+    folder: dict[str, Any] = {}
+    if model.folder is not None:
+        try:
+            folder = read_hf_config(model.folder)
+        except ValueError as error:
+            raise ValueError(f"model.path: {error}") from error
+    return family.from_hf(folder, model.config)
 
 
-def _read_hf_config(folder: Path) -> dict[str, Any]:
-    file = folder.expanduser() / "config.json"
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model.path: {file} cannot be read ({error}); it must be a local folder in Hugging Face layout") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"model.path: {file} holds no config: it is not a JSON object")
-    return content
-
-
-def _device(asked: Device, device_count: int, local_world_size: int) -> tuple[str, str]:
+def choose_device(asked: Device, device_count: int, local_world_size: int) -> tuple[str, str]:
+    """The device ("cpu" or "cuda"), and the line about it. Raises ValueError where the ranks of this node cannot have it."""
     if asked is Device.cuda and device_count == 0:
         raise ValueError("device is cuda, but torch sees no CUDA device here; set device to cpu (or auto)")
     device = "cuda" if device_count and asked is not Device.cpu else "cpu"
@@ -114,16 +109,27 @@ def _has_experts(model: Any) -> bool:
     return any(model.is_moe_layer(index) for index in range(model.num_hidden_layers))
 
 
+def _refuse_router_keys(router: RouterConfig) -> None:
+    for key in ("aux_loss_coef", "z_loss_coef", "bias_update_rate", "fake_balanced"):
+        value = getattr(router, key)
+        if value:
+            raise ValueError(
+                f"router.{key} is {value}, but the model has no experts and so no router; leave it out, or give the model experts"
+                " (num_experts, decoder_sparse_step and mlp_only_layers of model.config say which layers have them)"
+            )
+
+
 def _sizes(config: RunConfig, world_size: int, model: Any) -> tuple[MeshSizes, str]:
     asked = config.distributed
-    name = config.backend.dispatcher
-    if asked.ep_size > 1 and DISPATCHERS.get(name).needs_shared_batch and asked.ep_size != asked.tp_size:
-        raise ValueError(
-            f"backend.dispatcher {name!r} needs expert-parallel ranks that share one batch, so distributed.ep_size ({asked.ep_size})"
-            f" must equal distributed.tp_size ({asked.tp_size}); where ranks hold different batches, choose {_other_dispatchers()}"
-        )
     if asked.tp_size > 1:
         raise ValueError(f"distributed.tp_size is {asked.tp_size}, but models are not split over tensor-parallel ranks yet; set it to 1")
+    name = config.backend.dispatcher
+    if asked.ep_size > 1 and DISPATCHERS.get(name).needs_shared_batch:
+        raise ValueError(
+            f"backend.dispatcher {name!r} needs expert-parallel ranks that share one batch, and the ranks of a run have a batch each"
+            f" (tensor-parallel ranks would share one; there are none yet); choose {_other_dispatchers()}. {name!r} is for MoE layers"
+            " that are built by hand (nemo_moe.MoE) on ranks that hold the same tokens"
+        )
     needed = max(asked.ep_size, asked.dp_replicate_size * asked.tp_size * (asked.fsdp_size or 1))
     if world_size < needed:
         raise ValueError(
@@ -160,10 +166,11 @@ def _experts_line(config: RunConfig, model: Any) -> str:
     name = config.backend.experts
     spec = EXPERTS.get(name)
     EXPERTS.check_installed(name)
+    element_bytes: int = getattr(torch, PRECISIONS[config.precision.value]).itemsize
     for key in ("hidden_size", "moe_intermediate_size"):
-        size, row = getattr(model, key), getattr(model, key) * _BYTES[config.precision]
-        if row % spec.row_bytes_multiple_of:
-            step = spec.row_bytes_multiple_of // _BYTES[config.precision]
+        size = getattr(model, key)
+        if size * element_bytes % spec.row_bytes_multiple_of:
+            step = spec.row_bytes_multiple_of // element_bytes
             raise ValueError(
                 f"backend.experts {name!r} in {config.precision.value} needs {key} to be a multiple of {step}, and the model's is {size};"
                 " choose 'loop' for sizes of any kind"

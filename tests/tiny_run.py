@@ -55,13 +55,15 @@ def tiny_config(
     schedule: ScheduleConfig | None = None,
     router: RouterConfig | None = None,
     validation: ValidationConfig | None = None,
+    wandb_mode: WandbMode = WandbMode.disabled,
+    task: TaskConfig | None = None,
     **train: Any,
 ) -> RunConfig:
     """A run in `folder`; `train` holds fields of TrainConfig."""
     return RunConfig(
         model=ModelConfig(path=model_path, config={} if model_path else {**MODEL, **(model or {})}),
         data=DataConfig(
-            tasks=[TaskConfig(name="spell_backward", train_size=items, params={"min_word_len": 3, "max_word_len": 5})],
+            tasks=[task or TaskConfig(name="spell_backward", train_size=items, params={"min_word_len": 3, "max_word_len": 5})],
             held_out_per_task=6,
             max_length=max_length,
             length_group_batches=1,
@@ -73,7 +75,7 @@ def tiny_config(
         schedule=schedule or ScheduleConfig(),
         train=TrainConfig(**{"max_steps": 5, "num_epochs": None, "global_batch_size": 8, "micro_batch_size": 4, **train}),
         validation=validation or ValidationConfig(),
-        logging=LoggingConfig(every_steps=1, wandb=WandbConfig(mode=WandbMode.disabled)),
+        logging=LoggingConfig(every_steps=1, wandb=WandbConfig(mode=wandb_mode)),
         precision=Precision.fp32,
         device=Device.cpu,
         output_dir=str(folder),

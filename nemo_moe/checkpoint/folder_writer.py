@@ -30,6 +30,10 @@ _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 _logger = logging.getLogger(__name__)
 
 
+class SaveError(RuntimeError):
+    """A folder could not be written, for a reason that all ranks know; one message is enough."""
+
+
 def plan_files(tensors: Sequence[tuple[str, int]], max_bytes: int) -> dict[str, str]:
     """Tensor -> file, in order, no file above max_bytes unless one tensor is.
 
@@ -137,7 +141,7 @@ class FolderWriter:
         self._partial.rmdir()
 
     def _together(self, action: Callable[[], object]) -> None:
-        """Run `action` on rank 0; all ranks raise if it failed."""
+        """Run `action` on rank 0; all ranks raise SaveError if it failed."""
         error: Exception | None = None
         if self._rank == 0:
             try:
@@ -149,4 +153,4 @@ class FolderWriter:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             dist.broadcast_object_list(message, src=0)
         if message[0] is not None:
-            raise RuntimeError(f"saving to {self._folder} failed: {message[0]}") from error
+            raise SaveError(f"saving to {self._folder} failed: {message[0]}") from error

@@ -9,7 +9,6 @@ Left out on purpose, for now: writing by all ranks at once; quantised weights; p
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import re
@@ -23,6 +22,7 @@ from torch import nn
 from nemo_moe.checkpoint.folder_writer import FolderWriter, plan_files
 from nemo_moe.checkpoint.shards import GatherToRankZero, LocalShard, ShardedModel, local_shards
 from nemo_moe.checkpoint.tensor_files import EXTRA_FILE, TensorFiles
+from nemo_moe.hf_folder import read_hf_config
 
 _MAX_LISTED = 8
 _logger = logging.getLogger(__name__)
@@ -62,20 +62,6 @@ class HFModel(ShardedModel, Protocol):
         ...
 
 
-def read_hf_config(folder: str | Path) -> dict[str, Any]:
-    """config.json of a folder. Raises ValueError when it is missing or no JSON object."""
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist; a Hugging Face model folder has a config.json")
-    try:
-        config = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} must hold a JSON object, found {type(config).__name__}")
-    return config
-
-
 class _Read(NamedTuple):
     shard: LocalShard
     pieces: Sequence[HFTensor]
@@ -86,8 +72,10 @@ class _Read(NamedTuple):
 def load_hf_folder(model: nn.Module, folder: str | Path) -> None:
     """Fill a model's parameters from a folder, parallelized or not. Each rank reads its own slices; no communication.
 
-    Values are converted to the parameters' dtype. A folder of a deeper model loads into a shallower one (a changed
-    `num_hidden_layers`): the layers that are not there are left out, with a line in the log.
+    Values are converted to the parameters' dtype. Expert biases that the folder has are used also by a model that was
+    built without: they choose experts as they did when it was trained, and nobody updates them. A folder of a deeper
+    model loads into a shallower one (a changed `num_hidden_layers`): the layers that are not there are left out, with a
+    line in the log.
 
     Args:
         model: obeys `HFModel`; has storage (`to_empty` comes before, `reset_buffers` too).
@@ -103,9 +91,12 @@ def load_hf_folder(model: nn.Module, folder: str | Path) -> None:
     if any(shard.tensor.is_meta for shard in shards):
         raise ValueError("the model has no storage yet (meta device); call model.to_empty(device=...) and model.reset_buffers() first")
     reads, problems = _plan(hf_model, shards, files)
-    problems += _extra_problems(folder, shards, reads)
+    biases = _biases_to_add(hf_model, folder)
+    problems += _extra_problems(folder, [*shards, *(shard for _, shard in biases)], reads)
     if problems:
         raise ValueError(f"{folder} does not fit the model:\n  " + "\n  ".join(problems))
+    for gate, shard in biases:
+        gate.expert_bias = shard.tensor
     for read in reads:
         for piece in read.pieces:
             box = _overlap(read.shard, piece)
@@ -188,6 +179,22 @@ def _without_dropped_layers(model: HFModel, keys: list[str], folder: Path) -> li
     return kept
 
 
+def _biases_to_add(model: HFModel, folder: Path) -> list[tuple[nn.Module, LocalShard]]:
+    """(gate, its expert bias) for the biases in EXTRA_FILE whose gate has none; a zero tensor each, not in place yet."""
+    if not (folder / EXTRA_FILE).is_file():
+        return []
+    stored = TensorFiles.single(folder / EXTRA_FILE).files
+    names = {id(module): name for name, module in model.named_modules()}
+    added: list[tuple[nn.Module, LocalShard]] = []
+    for moe in model.moe_layers():
+        gate, experts = cast(Any, moe).gate, cast(Any, moe).experts
+        key = f"{names[id(gate)]}.expert_bias"
+        if key in stored and gate.expert_bias is None:
+            bias = torch.zeros(experts.num_experts, dtype=torch.float32, device=gate.weight.device)
+            added.append((gate, LocalShard(key, bias, (experts.num_experts,), (0,))))
+    return added
+
+
 def _extra_problems(folder: Path, shards: Sequence[LocalShard], reads: list[_Read]) -> list[str]:
     """Plan the reads of EXTRA_FILE (adds to `reads`); what is wrong with it."""
     if not (folder / EXTRA_FILE).is_file():
@@ -198,12 +205,7 @@ def _extra_problems(folder: Path, shards: Sequence[LocalShard], reads: list[_Rea
     problems = _listed(
         "misshapen", [f"{key} in {EXTRA_FILE}" for key in files.files if key in wanted and files.shape(key) != wanted[key].global_shape]
     )
-    unknown = [f"{key} in {EXTRA_FILE}" for key in sorted(files.files.keys() - wanted.keys())]
-    problems += _listed("unexpected", unknown)
-    if any(".expert_bias" in name for name in unknown):
-        problems.append(
-            f"the model has no expert biases; set router.bias_update_rate above 0 to have them, or delete {EXTRA_FILE} to do without"
-        )
+    problems += _listed("unexpected", [f"{key} in {EXTRA_FILE}" for key in sorted(files.files.keys() - wanted.keys())])
     reads += [
         _Read(shard, [_Whole(name, shard.global_shape, (0,) * len(shard.global_shape))], files)
         for name, shard in wanted.items()
@@ -264,7 +266,7 @@ def save_hf_folder(
 
     Raises:
         ValueError: max_shard_bytes is not positive, or dtype is not a floating type.
-        RuntimeError: rank 0 could not write; the same on all ranks, with the cause. An older folder is as it was.
+        SaveError: rank 0 could not write; the same on all ranks, with the cause. An older folder is as it was.
     """
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes must be 1 or more, found {max_shard_bytes}")

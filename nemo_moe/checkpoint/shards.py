@@ -16,6 +16,7 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 
@@ -27,7 +28,10 @@ class ShardedModel(Protocol):
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...
 
     def moe_layers(self) -> Sequence[nn.Module]:
-        """Modules whose `experts` hold [L, ...] parameters: `expert_offset` of `num_experts` experts and on."""
+        """Modules whose `experts` hold [L, ...] parameters: `expert_offset` of `num_experts` experts and on.
+
+        Their `gate.expert_bias` is a buffer of shape [num_experts], or None.
+        """
         ...
 
 
@@ -51,8 +55,14 @@ class LocalShard:
 def local_shards(model: ShardedModel) -> list[LocalShard]:
     """Every parameter and persistent buffer once, in the model's order; the same list of names on all ranks.
 
+    Under FSDP2 these are the sharded master weights, also right after a forward: gathered copies, which are in the
+    precision of compute and would be thrown away, are let go of first.
+
     Raises ValueError for a DTensor that is neither replicated nor plainly sharded on each of its mesh axes.
     """
+    for _, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
     experts: dict[int, Any] = {
         id(parameter): moe.experts for moe in model.moe_layers() for parameter in cast(nn.Module, moe.experts).parameters()
     }

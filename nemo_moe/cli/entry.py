@@ -1,14 +1,16 @@
 """What one rank of `finetune` runs: arguments -> config -> training, and a config error as one message.
 
-Every rank finds the same error in the same arguments before any process group exists, so global rank 0 alone prints it.
-The others wait a few seconds before they exit: torchrun ends all ranks as soon as one has failed, and rank 0 might not
-have printed by then. Errors inside training are tracebacks of the rank that raised, unless all ranks know the reason.
+Every rank finds the same error in the same arguments before any process group exists, so the first rank of each node
+alone prints it (each node has a terminal or log of its own, and not all of them rank 0). The others wait a few seconds
+before they exit: torchrun ends all ranks as soon as one has failed, and the first might not have printed by then.
+Errors inside training are tracebacks of the rank that raised, unless all ranks know the reason.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -16,7 +18,7 @@ from typing import Any, NoReturn
 
 from nemo_moe.compose import ConfigError, load_recipe, to_yaml
 
-_GRACE_SECONDS = 10.0  # rank 0 may be that much slower to import torch; torchrun ends the wait as soon as rank 0 exits
+_GRACE_SECONDS = 10.0  # a node's first rank may be that much slower to import torch; torchrun ends the wait when it exits
 
 
 def run_finetune_rank(argv: Sequence[str]) -> int:
@@ -29,7 +31,7 @@ def run_finetune_rank(argv: Sequence[str]) -> int:
         The exit code: 0, 1 for a run that stopped for a reason all ranks know, 2 for a config that cannot run.
     """
     try:
-        arguments = _parser().parse_intermixed_args(list(argv))
+        arguments = FinetuneParser("finetune").parse_intermixed_args(list(argv))
         config = load_recipe(arguments.recipe, arguments.overrides)
     except ConfigError as error:
         return _fail(error, 2)
@@ -37,6 +39,8 @@ def run_finetune_rank(argv: Sequence[str]) -> int:
         if _rank() == 0:
             print(to_yaml(config), end="")
         return 0
+    from nemo_moe.checkpoint.folder_writer import SaveError
+    from nemo_moe.data.reasoning_gym import check_tasks
     from nemo_moe.resolve import resolve
     from nemo_moe.train.finetune import finetune
     from nemo_moe.train.runtime import StartError, local_world_size, world_size
@@ -44,18 +48,34 @@ def run_finetune_rank(argv: Sequence[str]) -> int:
 
     try:
         resolve(config, world_size(), local_world_size=local_world_size())
+        check_tasks(config.data)
     except (ValueError, ImportError) as error:
         return _fail(error, 2)
     try:
         finetune(config)
     except StartError as error:
         return _fail(error, 2)
-    except TrainingStopped as error:
+    except (TrainingStopped, SaveError) as error:
         return _fail(error, 1)
     return 0
 
 
-class _Parser(argparse.ArgumentParser):
+class FinetuneParser(argparse.ArgumentParser):
+    """The arguments of a fine-tuning run: those of every rank, to which the command adds torchrun's.
+
+    A wrong argument is a ConfigError, since not every rank may print it; nor does every rank print the help.
+
+    Args:
+        prog: how the program is called.
+        texts: further arguments of ArgumentParser.
+    """
+
+    def __init__(self, prog: str, **texts: Any) -> None:
+        super().__init__(prog=prog, description="Fine-tune the model that a recipe describes.", allow_abbrev=False, **texts)
+        self.add_argument("recipe", help="the name of a recipe that ships (see `nemo-moe recipes`), or the path of a YAML file")
+        self.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the recipe, such as optimizer.lr=5e-4")
+        self.add_argument("--print-config", action="store_true", help="print the config and stop")
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}\n{self.format_usage().rstrip()}")
 
@@ -64,21 +84,15 @@ class _Parser(argparse.ArgumentParser):
             super().print_help(file)
 
 
-def _parser() -> _Parser:
-    parser = _Parser(prog="finetune", description="Fine-tune the model that a recipe describes.")
-    parser.add_argument("recipe", help="the name of a recipe that ships, or the path of a YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the recipe, such as optimizer.lr=5e-4")
-    parser.add_argument("--print-config", action="store_true", help="print the config and stop")
-    return parser
-
-
 def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
 def _fail(error: Exception, code: int) -> int:
-    if _rank() == 0:
-        print(f"finetune: error: {error}", file=sys.stderr, flush=True)
+    rank = _rank()
+    if int(os.environ.get("LOCAL_RANK", rank)) == 0:
+        where = f"[node {os.environ.get('GROUP_RANK', '?')}, {socket.gethostname()}] " if rank else ""
+        print(f"{where}finetune: error: {error}", file=sys.stderr, flush=True)
     else:
         time.sleep(_GRACE_SECONDS)
     return code

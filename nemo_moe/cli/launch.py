@@ -119,6 +119,8 @@ def launch(arguments: argparse.Namespace, rank_arguments: Sequence[str]) -> NoRe
     """Become torchrun."""
     # What torchrun sets anyway, with a warning; the ranks share out the cores themselves.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Some data tasks iterate over sets of strings, whose order would differ from rank to rank.
+    os.environ.setdefault("PYTHONHASHSEED", "0")
     command = torchrun_command(arguments, rank_arguments)
     sys.stdout.flush()
     sys.stderr.flush()

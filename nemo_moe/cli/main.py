@@ -25,11 +25,13 @@ _EXAMPLES = """examples:
   nemo-moe benchmark layer --nproc-per-node 2
 """
 _FINETUNE_EXAMPLES = """examples:
-  nemo-moe finetune demo                                        one process
-  nemo-moe finetune demo --nproc-per-node 2                     two ranks of this machine
-  nemo-moe finetune my_run.yaml backend.dispatcher=all_to_all   a recipe of your own, with one key changed
-  nemo-moe finetune demo --print-config                         the whole config, as YAML to start from
-  nemo-moe finetune demo --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node0:29400    on each of two nodes
+  nemo-moe finetune demo --nproc-per-node 2                       two ranks of this machine
+  nemo-moe finetune demo distributed.ep_size=1                    one process, which has all experts
+  nemo-moe finetune demo --print-config > my_run.yaml             the whole config, to start from
+  nemo-moe finetune my_run.yaml --nproc-per-node 2 optimizer.lr=1e-3    a recipe of your own, with one key changed
+
+On each of two nodes, 16 ranks in all, so with smaller micro-batches:
+  nemo-moe finetune demo --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node0:29400 train.micro_batch_size=8
 
 The same through torchrun, in a checkout:
   torchrun --nproc-per-node 2 recipes/finetune.py demo train.max_steps=100
@@ -53,25 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _finetune(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="nemo-moe finetune",
-        usage="nemo-moe finetune RECIPE [key=value ...] [--print-config] [--nproc-per-node N] [options of torchrun]",
-        description="Fine-tune the model that a recipe describes.",
-        epilog=_FINETUNE_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("recipe", help="the name of a recipe that ships (see `nemo-moe recipes`), or the path of a YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the recipe, such as optimizer.lr=5e-4")
-    parser.add_argument("--print-config", action="store_true", help="print the resolved config and stop")
-    add_launch_options(parser)
-    arguments, unknown = parser.parse_known_intermixed_args(with_dashes(argv))
-    if unknown:
-        parser.error(_about_unknown(unknown))
+    from nemo_moe.cli.entry import run_finetune_rank
+
+    parser, arguments = _finetune_arguments(argv)
     rank_arguments = [arguments.recipe, *arguments.overrides]
     if not is_launch(arguments) and not arguments.print_config:
-        from nemo_moe.cli.entry import run_finetune_rank
-
         return run_finetune_rank(rank_arguments)
     lines, config = _check(parser, arguments)
     if arguments.print_config:
@@ -80,18 +68,40 @@ def _finetune(argv: list[str]) -> int:
     launch(arguments, ["finetune", *rank_arguments])
 
 
+def _finetune_arguments(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    from nemo_moe.cli.entry import FinetuneParser
+    from nemo_moe.compose import ConfigError
+
+    parser = FinetuneParser(
+        "nemo-moe finetune",
+        usage="nemo-moe finetune RECIPE [key=value ...] [--print-config] [--nproc-per-node N] [options of torchrun]",
+        epilog=_FINETUNE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_launch_options(parser)
+    try:
+        arguments, unknown = parser.parse_known_intermixed_args(with_dashes(argv))
+        if unknown:
+            parser.error(_about_unknown(unknown))
+    except ConfigError as error:
+        _fail(parser, error)
+    return parser, arguments
+
+
 def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> tuple[list[str], str]:
     """What the ranks would find wrong, found before there are any. The resolved lines (where ranks are known) and YAML."""
     from nemo_moe.compose import load_recipe, to_yaml
 
     try:
         config = load_recipe(arguments.recipe, arguments.overrides)
+        from nemo_moe.data.reasoning_gym import check_tasks
         from nemo_moe.resolve import model_config, resolve
 
         model_config(config.model)
         ranks = total_ranks(arguments)
         known = is_launch(arguments) and ranks is not None
         lines = resolve(config, ranks, local_world_size=local_ranks(arguments)).lines if known and ranks is not None else []
+        check_tasks(config.data)
     except (ValueError, ImportError) as error:
         _fail(parser, error)
     return lines, to_yaml(config)
@@ -101,15 +111,15 @@ def _benchmark(argv: list[str]) -> int:
     options = argparse.ArgumentParser(prog="nemo-moe benchmark", add_help=False, allow_abbrev=False)
     add_launch_options(options)
     arguments, given = options.parse_known_args(with_dashes(argv))
-    from nemo_moe.bench.main import build_parser, main as run_benchmark
+    from nemo_moe.bench.main import check, main as run_benchmark_rank
 
-    build_parser().parse_args(given)
-    if is_launch(arguments):
-        launch(arguments, ["benchmark", *given])
+    if not is_launch(arguments):
+        return run_benchmark_rank(given)
     try:
-        return run_benchmark(given)
+        check(given, total_ranks(arguments), local_ranks(arguments))
     except (ValueError, ImportError) as error:
         _fail(options, error)
+    launch(arguments, ["benchmark", *given])
 
 
 def _recipes(argv: list[str]) -> int:

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from nemo_moe.data import IGNORE_INDEX
 from nemo_moe.data.reasoning_gym import Problem
 from nemo_moe.data.tokenizer import ANSWER, CHAT_TEMPLATE
 
-IGNORE_INDEX = -100
 _NO_LIMIT = 2**31
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\b")
 

@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nemo_moe.data.chat import IGNORE_INDEX, Sample
+from nemo_moe.data import IGNORE_INDEX
+from nemo_moe.data.chat import Sample
 
 
 class MicroBatch(NamedTuple):

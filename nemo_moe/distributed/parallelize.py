@@ -25,6 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from nemo_moe.distributed.mesh import Meshes
 from nemo_moe.moe.types import ParallelizableModel, route_log_contexts
+from nemo_moe.registry import PRECISIONS
 
 
 class TrainSection(Protocol):
@@ -96,7 +97,7 @@ def apply_fsdp(model: nn.Module, meshes: Meshes, precision: str) -> None:
     """
     # Inputs are not cast: routing weights that enter the experts must stay fp32, and activations follow from the
     # parameters anyway.
-    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, _DTYPES[precision]), reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, PRECISIONS[precision]), reduce_dtype=torch.float32, cast_forward_inputs=False)
     for moe in _protocol(model).moe_layers():
         efsdp = meshes.sizes.efsdp
         fully_shard(
@@ -114,9 +115,24 @@ def apply_fsdp(model: nn.Module, meshes: Meshes, precision: str) -> None:
             # Without the second call the first makes gloo fail, which knows no scaled sum.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    model.register_forward_hook(_reshard_after_evaluation)
 
 
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+def reshard(model: nn.Module) -> None:
+    """Let go of gathered copies: every parameter of the model is its fp32 shard again.
+
+    After a forward whose backward has not run, the root and the head still show their gathered copies, in the precision
+    of compute, to all who walk the parameters. No communication.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _reshard_after_evaluation(model: nn.Module, _inputs: Any, _output: Any) -> None:
+    # No backward will come that would do it. The next forward gathers the root and the head again, as it does all layers.
+    if not torch.is_grad_enabled():
+        reshard(model)
 
 
 def expert_shard(parameter: nn.Parameter, efsdp: int) -> Shard:
@@ -162,6 +178,7 @@ def init_weights(model: nn.Module, seed: int, initializer_range: float) -> None:
     Args:
         model: parallelized or not; its parameters have storage (not meta).
     """
+    reshard(model)
     offsets = {
         id(parameter): cast(int, moe.experts.expert_offset)
         for moe in _protocol(model).moe_layers()

@@ -1,8 +1,9 @@
 """Reading Hugging Face configs, whatever generation of names they use; shared by all model families.
 
 `standard_names` brings old and new spellings to one, `merged` lays a user's changes over a folder's config, and `Fields`
-hands out values with their types checked. A value that the code here cannot honour is the family's to refuse; a key
-that nobody knows is kept, unless it looks like a misspelling of one that means something.
+hands out values with their types checked. A value that the code here cannot honour is the family's to refuse. A key
+that nobody knows is kept where it comes from a folder (unless it looks like a misspelling of one that means something)
+and refused where a user wrote it: a folder's file is what it is, but what a user asks for must not be ignored.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from typing import Any
 
 # Newer (or other) spelling -> the spelling of the hub's files, which is the one used here and written back.
 _RENAMED = {"num_local_experts": "num_experts", "dtype": "torch_dtype"}
+
+# What else people call a key, where the nearest name would be another one.
+_FOREIGN = {"hidden": "hidden_size", "top_k": "num_experts_per_tok", "topk": "num_experts_per_tok", "n_routed_experts": "num_experts"}
 
 # Keys any Hugging Face config may have that change nothing about the weights or the forward pass; kept and written back.
 HARMLESS_KEYS = frozenset(
@@ -88,18 +92,46 @@ def merged(hf: Mapping[str, Any], overrides: Mapping[str, Any] | None) -> dict[s
     return {**base, **changes, **({"rope_parameters": new_rope} if new_rope else {})}
 
 
+def _legal(meaningful: Iterable[str]) -> set[str]:
+    """All spellings of the keys that a family reads."""
+    return {*meaningful, *_RENAMED, "rope_theta", "rope_scaling", "rope_parameters"}
+
+
 def refuse_misspelt(keys: Iterable[str], meaningful: Iterable[str], family: str) -> None:
     """Raise ValueError for an unknown key that resembles a known one; other unknown keys pass.
 
     Args:
-        keys: of a config in standard names.
+        keys: of a folder's config.
         meaningful: the keys that the family reads.
     """
-    spellings = {*meaningful, *HARMLESS_KEYS, *_RENAMED, "rope_theta", "rope_scaling", "rope_parameters"}
+    spellings = _legal(meaningful) | HARMLESS_KEYS
     for key in keys:
         near = [] if key in spellings else difflib.get_close_matches(key, spellings, n=1, cutoff=0.85)
         if near:
             raise ValueError(f"model config of {family}: unknown key {key!r}; did you mean {near[0]!r}?")
+
+
+def refuse_unknown(keys: Iterable[str], meaningful: Iterable[str], family: str) -> None:
+    """Raise ValueError for every key that is not Hugging Face's, with the nearest ones and what is legal.
+
+    Args:
+        keys: that a user wrote.
+        meaningful: the keys that the family reads.
+    """
+    legal = _legal(meaningful)
+    unknown = [key for key in keys if key not in legal | HARMLESS_KEYS]
+    if not unknown:
+        return
+    hints = []
+    for key in unknown:
+        near = [_FOREIGN[key]] if key in _FOREIGN else difflib.get_close_matches(key, sorted(legal), n=1)
+        near = near or difflib.get_close_matches(key, sorted(HARMLESS_KEYS), n=1, cutoff=0.85)
+        hints.append(f"unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    found = hints[0] if len(hints) == 1 else "".join(f"\n  - {hint}" for hint in hints) + "\n "
+    raise ValueError(
+        f"model config of {family}: {found} (legal: {', '.join(sorted(legal))};"
+        " and Hugging Face's keys without effect here, such as use_cache)"
+    )
 
 
 class Fields:

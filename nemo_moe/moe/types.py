@@ -65,6 +65,13 @@ class RouterStats(NamedTuple):
     z_sum: Tensor
 
 
+def experts_per_rank(num_experts: int, ep_size: int) -> int:
+    """L = E / ep_size. Raises ValueError where the ranks do not divide the experts."""
+    if num_experts % ep_size:
+        raise ValueError(f"ep_size {ep_size} does not divide the {num_experts} experts; choose a divisor of {num_experts}")
+    return num_experts // ep_size
+
+
 class Dispatcher(Protocol):
     """The face of a dispatcher that an experts module is handed (`dispatch.token_dispatcher` implements it)."""
 

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nemo_moe.checkpoint.hf import load_hf_folder
 from nemo_moe.config import RunConfig
-from nemo_moe.data.build import DataBundle, build_data
+from nemo_moe.data.build import DataBundle, build_data, digest
 from nemo_moe.data.loader import StepLoader
 from nemo_moe.distributed.mesh import Meshes, build_meshes
 from nemo_moe.distributed.parallelize import init_weights, parallelize
@@ -26,9 +26,16 @@ from nemo_moe.models.decoder import DecoderForCausalLM
 from nemo_moe.registry import MODELS
 from nemo_moe.resolve import Resolved, model_config
 from nemo_moe.train.optimizer import build_optimizer
-from nemo_moe.train.runtime import agreed
+from nemo_moe.train.runtime import agreed, require_same_on_all_ranks
 from nemo_moe.train.schedule import build_schedule, total_steps
 from nemo_moe.train.step import LossCoefficients
+
+_DATA_DIFFERS = (
+    "the ranks made different data from the same recipe: a task of data.tasks iterates over sets, whose order follows"
+    " PYTHONHASHSEED, or the ranks have different versions of python or reasoning-gym; start all ranks with"
+    " PYTHONHASHSEED=0 in their environment"
+)
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,8 @@ def assemble(config: RunConfig, resolved: Resolved) -> Run:
     Raises:
         StartError: on all ranks, when one of them found something a user has to change.
     """
-    data, family_config = agreed(lambda: _data_and_model_config(config))
+    data, family_config = agreed(lambda: data_and_model_config(config))
+    require_same_on_all_ranks(digest(data), _DATA_DIFFERS)
     meshes = build_meshes(resolved.sizes, resolved.device)
     model = agreed(lambda: build_model(config, family_config, meshes))
     optimizer = build_optimizer(model, config.optimizer)
@@ -109,10 +117,14 @@ def warnings_of(run: Run) -> list[str]:
     return lines
 
 
-def _data_and_model_config(config: RunConfig) -> tuple[DataBundle, Any]:
-    data = build_data(config.data, config.seed, tokenizer=_tokenizer_of(config.model.path))
+def data_and_model_config(config: RunConfig) -> tuple[DataBundle, Any]:
+    """The data and the family's config, whose vocabulary is the tokenizer's where a recipe from random weights names none.
+
+    Raises ValueError where the model's vocabulary is too small for the tokenizer, and what making the two raises.
+    """
+    data = build_data(config.data, config.seed, tokenizer=_tokenizer_of(config.model.folder))
     family_config = model_config(config.model)
-    if config.model.path is None and "vocab_size" not in config.model.config:
+    if config.model.folder is None and "vocab_size" not in config.model.config:
         family_config = dataclasses.replace(family_config, vocab_size=len(data.tokenizer))
     if family_config.vocab_size < len(data.tokenizer):
         raise ValueError(
@@ -122,11 +134,15 @@ def _data_and_model_config(config: RunConfig) -> tuple[DataBundle, Any]:
     return data, family_config
 
 
-def _tokenizer_of(path: str | None) -> PreTrainedTokenizerFast | None:
-    """The tokenizer in a model folder; None where there is none, which leaves it to the data to train one."""
-    folder = None if path is None else Path(path).expanduser()
-    if folder is None or not (folder / "tokenizer_config.json").is_file():
+def _tokenizer_of(folder: Path | None) -> PreTrainedTokenizerFast | None:
+    """The tokenizer in a model folder; None without a folder, which leaves it to the data to train one."""
+    if folder is None:
         return None
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise ValueError(
+            f"model.path: {folder} holds no tokenizer (none of {', '.join(_TOKENIZER_FILES)}), and a new one would give tokens other ids"
+            " than the weights were trained with; copy the tokenizer's files from where the model comes from into the folder"
+        )
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError(
@@ -141,10 +157,10 @@ def build_model(config: RunConfig, family_config: Any, meshes: Meshes) -> Decode
     parallelize(model, meshes, config)
     model.to_empty(device=meshes.device)
     model.reset_buffers()
-    if config.model.path is None:
+    if config.model.folder is None:
         init_weights(model, config.seed, family_config.initializer_range)
     else:
-        load_hf_folder(model, Path(config.model.path).expanduser())
+        load_hf_folder(model, config.model.folder)
     return model
 
 

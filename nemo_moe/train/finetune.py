@@ -8,14 +8,17 @@ Left out on purpose: stopping and resuming in the middle of a run, skipping step
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
+import json
 import math
 import time
 import warnings
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,16 +54,20 @@ def finetune(config: RunConfig) -> dict[str, Value]:
     Raises:
         ValueError, ImportError: the run cannot start, with the reason; alike on all ranks (`runtime.StartError`).
         TrainingStopped: the loss or gradient norm is not finite any more.
+        SaveError: the trained model cannot be written; its figures are reported before.
     """
     resolved = resolve(config, world_size(), local_world_size=local_world_size())
     device = local_device(resolved.device)
     with process_group(resolved.dist_backend, config.distributed.timeout_minutes, device):
         torch.manual_seed(config.seed)
-        folder = agreed(lambda: _prepare_folder(config, resolved))
-        with RunLogger(config.logging, folder, to_plain(config), dist.get_rank()) as log:
+        record = {**to_plain(config), "resolved": dataclasses.asdict(resolved)}
+        folder, replaced = agreed(lambda: _prepare_folder(config, resolved, record))
+        with RunLogger(config.logging, folder, record, dist.get_rank()) as log:
             log.note(to_yaml(config).rstrip())
             for line in resolved.lines:
                 log.note(line)
+            if replaced:
+                log.warn(f"{folder} holds an earlier run, whose logs and model are replaced; set output_dir to keep both")
             return _run(assemble(config, resolved), folder, log)
 
 
@@ -72,14 +79,14 @@ def _run(run: Run, folder: Path, log: RunLogger) -> dict[str, Value]:
     before = _exact_match(run, 0, log)
     metrics = _train(run, log)
     after = _exact_match(run, run.steps, log)
-    model_folder = folder / "model"
-    save_hf_folder(run.model, model_folder, tokenizer=run.data.tokenizer, source=run.config.model.path)
     if before is not None and after is not None:
         answer, share = most_frequent_answer_accuracy(run.data.train_answers, run.data.held_out)
         for line in accuracy_lines(Accuracy(before, after, answer, share), run.data.held_out, run.config.validation.show_samples):
             log.note(line)
         metrics |= {"exact_match_before": before.accuracy, "exact_match_after": after.accuracy, "most_frequent_answer": share}
-    log.note(f"run folder: {folder} (the model in model/; config.yaml, train.jsonl and validation.jsonl beside it)")
+    model_folder = folder / "model"  # last: what cannot be written must not cost the figures
+    save_hf_folder(run.model, model_folder, tokenizer=run.data.tokenizer, source=run.config.model.folder)
+    log.note(f"run folder: {folder} (the model in model/; config.yaml, resolved.json, train.jsonl and validation.jsonl beside it)")
     log.note(f"load the model with transformers:\n  {load_command(model_folder, run.data.held_out[0].question)}")
     return metrics
 
@@ -206,22 +213,36 @@ def _start_lines(run: Run) -> list[str]:
     of_experts = {id(parameter) for layer in run.model.moe_layers() for parameter in layer.experts.parameters()}
     copies = ((parameter.numel(), run.meshes.sizes.ep if id(parameter) in of_experts else 1) for parameter in run.model.parameters())
     start = "random weights" if config.model.path is None else config.model.path
+    tokenizer = "trained from the training items" if config.model.path is None else f"the one in {config.model.path}"
+    biases = [layer.gate.expert_bias for layer in run.model.moe_layers()]
+    fixed = any(bias is not None for bias in biases) and config.router.bias_update_rate == 0
     return [
         *run.data.summary,
+        f"tokenizer: {tokenizer}, {len(run.data.tokenizer)} entries",
         f"model: {config.model.family} from {start}, {sum(numel * ranks for numel, ranks in copies):,} parameters",
         f"auxiliary losses: {coefficients.load_balance:g} x load balance, {coefficients.router_z:g} x router z-loss",
+        *(["expert biases: from the folder, used as they are (router.bias_update_rate is 0)"] if fixed else []),
         f"training: {run.steps} optimizer steps, {len(run.loader)} an epoch",
     ]
 
 
-def _prepare_folder(config: RunConfig, resolved: Resolved) -> Path:
-    """The run folder, with the resolved config in it: rank 0 alone writes, and finds out now if it cannot."""
+def _prepare_folder(config: RunConfig, resolved: Resolved, record: dict[str, Any]) -> tuple[Path, bool]:
+    """The run folder, with the resolved config in it, and whether an earlier run was there (told on rank 0).
+
+    Rank 0 alone writes, and finds out now if it cannot.
+
+    Args:
+        record: the config as plain values, with what it was resolved to: what W&B gets, here as resolved.json.
+    """
     folder = Path(config.output_dir).expanduser().resolve()
+    replaced = False
     if dist.get_rank() == 0:
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            replaced = any((folder / name).exists() for name in ("config.yaml", "train.jsonl", "model"))
             lines = "".join(f"# {line}\n" for line in resolved.lines)
             (folder / "config.yaml").write_text(lines + to_yaml(config), encoding="utf-8")
+            (folder / "resolved.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         except OSError as error:
             raise ValueError(f"output_dir: cannot write in {folder} ({error.strerror or error}); choose another output_dir") from error
-    return folder
+    return folder, replaced

@@ -3,8 +3,9 @@
 The step is the number of completed optimizer steps, counted from 1; what is measured before training has step 0. The
 training and the validation records use the same number, everywhere.
 
-Files in the run folder: `config.yaml` (the resolved config), `train.jsonl` (a record every `logging.every_steps` steps
-and at the last one), `validation.jsonl`. A run that starts anew in an old folder replaces them.
+Files in the run folder: `config.yaml` (the recipe), `resolved.json` (the recipe and what it came to), `train.jsonl` (a
+record every `logging.every_steps` steps and at the last one), `validation.jsonl`. A run that starts anew in an old
+folder replaces them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class RunLogger:
     Args:
         config: how often, and what to use.
         folder: the run folder; it exists.
-        run_config: the resolved config as plain values, for W&B.
+        run_config: the config and what it was resolved to, as plain values, for W&B.
         rank: the global rank.
     """
 

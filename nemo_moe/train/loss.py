@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-IGNORE_INDEX = -100
+from nemo_moe.data import IGNORE_INDEX
+
 # fp32 elements of one chunk: 128 MiB, at which the GPU is busy with each chunk and the copy does not matter.
 CHUNK_ELEMENTS = 2**25
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -41,7 +42,7 @@ def accuracy_lines(accuracy: Accuracy, problems: Sequence[Problem], show: int) -
 
 
 def load_command(model_folder: Path, question: str) -> str:
-    """A shell command that loads the saved folder with transformers and answers a question."""
+    """A shell command that loads the saved folder with transformers, by the interpreter that runs now, and answers a question."""
     # Texts in double quotes, so that the shell's single quotes around the whole need no escapes.
     folder, text = json.dumps(str(model_folder)), json.dumps(question)
     code = "; ".join(
@@ -54,7 +55,7 @@ def load_command(model_folder: Path, question: str) -> str:
             "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=32, do_sample=False)[0]))",
         )
     )
-    return f"python -c {shlex.quote(code)}"
+    return shlex.join([sys.executable or "python", "-c", code])
 
 
 def _spread(total: int, wanted: int) -> list[int]:

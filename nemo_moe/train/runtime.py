@@ -7,6 +7,7 @@ and still gets a process group, so that the code below knows one case only.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,6 +15,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 T = TypeVar("T")
 
@@ -57,6 +59,9 @@ def process_group(backend: str, timeout_minutes: float, device: torch.device) ->
         backend: "gloo" or "nccl".
         timeout_minutes: how long a collective may wait before the job is ended.
         device: this rank's.
+
+    Raises:
+        StartError: ranks came with different backends; on all ranks, before any of them waits for the others' group.
     """
     if dist.is_initialized():
         yield
@@ -64,7 +69,10 @@ def process_group(backend: str, timeout_minutes: float, device: torch.device) ->
     timeout = timedelta(minutes=timeout_minutes)
     bound = device if device.type == "cuda" else None
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout, device_id=bound)
+        store, rank, ranks = next(rendezvous("env://", timeout=timeout))
+        store.set_timeout(timeout)
+        _require_one_backend(store, rank, ranks, backend)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout, device_id=bound)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=bound)
     alone = dist.get_world_size() == 1
@@ -76,6 +84,47 @@ def process_group(backend: str, timeout_minutes: float, device: torch.device) ->
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
+
+
+def _require_one_backend(store: dist.Store, rank: int, ranks: int, backend: str) -> None:
+    """Raise StartError on all ranks where they came with different backends: each resolves `device: auto` by itself."""
+    store.set(f"nemo_moe/backend/{rank}", f"{backend} {socket.gethostname()}")
+    if rank == 0:
+        found = [text.decode().split(" ", 1) for text in store.multi_get([f"nemo_moe/backend/{other}" for other in range(ranks)])]
+        store.set("nemo_moe/backends", _about_backends(found))
+    message = store.get("nemo_moe/backends").decode()
+    if message:
+        raise StartError(message)
+
+
+def _about_backends(found: list[list[str]]) -> str:
+    """What is wrong with the (backend, host) of each rank; nothing where the backends are one."""
+    by_backend: dict[str, list[int]] = {}
+    for rank, (backend, _) in enumerate(found):
+        by_backend.setdefault(backend, []).append(rank)
+    if len(by_backend) == 1:
+        return ""
+    places = {backend: sorted({found[rank][1] for rank in members}) for backend, members in by_backend.items()}
+    kinds = {"gloo": "the CPU", "nccl": "CUDA"}
+    described = " and ".join(
+        f"{kinds.get(backend, backend)} on {len(members)} ranks (the first is rank {members[0]}; on {', '.join(places[backend][:4])}"
+        f"{' and more' if len(places[backend]) > 4 else ''})"
+        for backend, members in by_backend.items()
+    )
+    return (
+        f"device: the ranks did not come to the same one: {described}. Repair the CUDA driver or torch of the machines that see no"
+        " CUDA device, or set device to cpu for all"
+    )
+
+
+def require_same_on_all_ranks(value: str, message: str) -> None:
+    """Raise StartError(message, and the ranks that differ from rank 0) on all ranks where `value` is not one. Collective."""
+    values: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    different = [rank for rank, other in enumerate(values) if other != values[0]]
+    if different:
+        listed = ", ".join(map(str, different[:8])) + (" and more" if len(different) > 8 else "")
+        raise StartError(f"{message} (rank{'s' * (len(different) > 1)} {listed} of {len(values)} against rank 0)")
 
 
 def agreed(action: Callable[[], T]) -> T:

@@ -13,12 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from nemo_moe.checkpoint.hf import load_hf_folder, read_hf_config, save_hf_folder
+from nemo_moe.checkpoint.hf import load_hf_folder, save_hf_folder
 from nemo_moe.checkpoint.shards import local_shards
 from nemo_moe.checkpoint.tensor_files import TensorFiles
 from nemo_moe.config import BackendConfig, RouterConfig
 from nemo_moe.distributed.mesh import MeshSizes, build_meshes
 from nemo_moe.distributed.parallelize import init_weights, parallelize
+from nemo_moe.hf_folder import read_hf_config
 from nemo_moe.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from nemo_moe.testing.run_distributed import run_distributed
 from tiny_qwen3_moe import SIZES, hf_model, ids
@@ -27,11 +28,11 @@ Mesh = tuple[int, int, int]  # dp_replicate, fsdp, ep
 MESHES: list[Mesh] = [(1, 2, 1), (1, 2, 2), (2, 1, 1), (1, 4, 2), (1, 4, 4), (2, 2, 2)]
 
 
-def _parallel_model(hf: dict[str, Any], mesh: Mesh, router: RouterConfig | None = None) -> Qwen3MoeForCausalLM:
+def _parallel_model(hf: dict[str, Any], mesh: Mesh, router: RouterConfig | None = None, precision: str = "fp32") -> Qwen3MoeForCausalLM:
     with torch.device("meta"):
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig.from_hf(hf), BackendConfig(experts="loop"), router)
     meshes = build_meshes(MeshSizes(dp_replicate=mesh[0], fsdp=mesh[1], ep=mesh[2]), "cpu")
-    parallelize(model, meshes, SimpleNamespace(precision="fp32", train=SimpleNamespace(activation_checkpointing="full")))
+    parallelize(model, meshes, SimpleNamespace(precision=precision, train=SimpleNamespace(activation_checkpointing="full")))
     model.to_empty(device="cpu")
     model.reset_buffers()
     return model
@@ -103,6 +104,37 @@ def test_transformers_loads_what_any_mesh_saves(tmp_path: Path, mesh: Mesh) -> N
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     held = [(key, path.name) for path in (tmp_path / "out").glob("*.safetensors") for key in load_file(path)]
     assert sorted(held) == sorted(index["weight_map"].items())
+
+
+def _masters(model: Qwen3MoeForCausalLM) -> dict[str, Tensor]:
+    return {shard.name: shard.tensor.clone() for shard in local_shards(model)}
+
+
+def _after_a_bf16_forward(hf: dict[str, Any], folder: Path, gradient: bool) -> list[str]:
+    """Save right after a forward, then load right after another: what differs from the fp32 masters."""
+    model = _parallel_model(hf, (1, 2, 2), precision="bf16")
+    init_weights(model, seed=5, initializer_range=0.2)
+    masters = _masters(model)
+    assert any(not torch.equal(master, master.bfloat16().float()) for master in masters.values())
+    with torch.set_grad_enabled(gradient):
+        assert model(ids()).logits.dtype is torch.bfloat16
+        save_hf_folder(model, folder)
+        for shard in local_shards(model):
+            shard.tensor.zero_()
+        model(ids())
+        load_hf_folder(model, folder)
+    loaded = _masters(model)
+    return [name for name, master in masters.items() if not torch.equal(loaded[name], master)]
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_bf16_run_saves_its_fp32_masters_bit_for_bit(tmp_path: Path, tied: bool, gradient: bool) -> None:
+    """After an evaluation FSDP2 shows bf16 copies of embedding, norm and head to whoever walks the parameters."""
+    hf = {**SIZES, "tie_word_embeddings": tied}
+    assert run_distributed(_after_a_bf16_forward, 2, hf, tmp_path / "out", gradient) == [[], []]
+    assert {tensor.dtype for tensor in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.float32}
+    assert read_hf_config(tmp_path / "out")["torch_dtype"] == "float32"
 
 
 def _expert_constants(hf: dict[str, Any], mesh: Mesh, folder: Path, save: bool) -> list[float]:

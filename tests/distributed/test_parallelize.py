@@ -49,6 +49,18 @@ def _layout(setting: Setting) -> dict[str, object]:
     }
 
 
+def _dtypes_after_an_evaluation(tied: bool) -> tuple[set[torch.dtype], bool]:
+    model, _ = parallel_model(Setting(precision="bf16", tied=tied))
+    with torch.no_grad():
+        assert model(torch.zeros(1, 4, dtype=torch.int64)).logits.dtype is torch.bfloat16
+    return {parameter.dtype for parameter in model.parameters()}, all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_evaluation_leaves_no_gathered_copies_among_the_parameters(tied: bool) -> None:
+    assert run_distributed(_dtypes_after_an_evaluation, 2, tied) == [({torch.float32}, True)] * 2
+
+
 def _buffers(model: nn.Module) -> set[str]:
     return {name for name, _ in model.named_buffers()}
 

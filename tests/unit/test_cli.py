@@ -15,12 +15,14 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from nemo_moe import __version__
+from nemo_moe.cli.entry import run_finetune_rank
 from nemo_moe.cli.launch import (
     FLAG_OPTIONS,
     SHORT_OPTIONS,
     VALUE_OPTIONS,
     add_launch_options,
     is_launch,
+    launch,
     torchrun_command,
     total_ranks,
     with_dashes,
@@ -121,6 +123,12 @@ def test_print_config_with_a_number_of_ranks_tells_what_would_run(tiny: str, cap
         (["device=cuda", "--nproc-per-node", "2"], ["torch sees no CUDA device"]),
         (["model.config.num_expert=4", "--nproc-per-node", "2"], ["did you mean 'num_experts'?"]),
         (["model.config.num_expert=4", "--print-config"], ["did you mean 'num_experts'?"]),
+        (
+            ["data.tasks.0.name=spell_backwards", "--nproc-per-node", "2"],
+            ["unknown task 'spell_backwards'", "did you mean 'spell_backward'?"],
+        ),
+        (["data.tasks.0.params.min_word=3", "--nproc-per-node", "2"], ["no parameter 'min_word'", "did you mean 'min_word_len'?"]),
+        (["data.tasks.0.name=spell_backwards", "--print-config"], ["did you mean 'spell_backward'?"]),
         (["--optimizer.lr=1"], ["without dashes: optimizer.lr=1"]),
         (["--nproc-per-nod", "2"], ["unknown option --nproc-per-nod"]),
         (["--nproc-per-node", "0"], ["1 or more"]),
@@ -154,6 +162,44 @@ def test_impossible_sizes_are_one_line_from_the_real_command_and_no_rank_starts(
     ]
 
 
+@pytest.mark.parametrize(
+    ("experts", "ep_size", "ranks", "numbers"), [(6, 4, 4, ("(4)", "(6)")), (8, 3, 3, ("(3)", "(8)")), (8, 8, 4, ("need 8 ranks", "are 4"))]
+)
+def test_ranks_that_do_not_divide_the_experts_are_refused_before_any_starts_b34(
+    experts: int,
+    ep_size: int,
+    ranks: int,
+    numbers: tuple[str, str],
+    tiny: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """case B34 from the command's arguments: both numbers, exit code 2, torchrun not even started."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("os.execv", lambda *_: pytest.fail("ranks were started"))
+    changes = [f"model.config.num_experts={experts}", f"distributed.ep_size={ep_size}"]
+    err = refused(capsys, "finetune", tiny, "--nproc-per-node", str(ranks), *changes)
+    assert all(number in err for number in numbers), err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "start"), [("0", "0", "finetune: error: "), ("8", "0", "[node 1, "), ("9", "1", None), ("3", None, None)]
+)
+def test_one_rank_of_every_node_says_why_nothing_runs(
+    rank: str, local_rank: str | None, start: str | None, tiny: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a node without rank 0 too; where nobody says which ranks share a node, rank 0 alone."""
+    monkeypatch.setattr("nemo_moe.cli.entry._GRACE_SECONDS", 0.0)
+    for name, value in {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "GROUP_RANK": "1"}.items():
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+    for wrong in ("optimizer.lrr=1", "--frobnicate", "distributed.ep_size=32"):
+        assert run_finetune_rank([tiny, wrong]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("finetune: error: ") == (start is not None), err
+        assert err.startswith(start or "")
+
+
 # torchrun
 
 
@@ -182,6 +228,19 @@ def test_torchrun_gets_its_options_as_written_and_understands_them() -> None:
     assert [str(value) for value in values] == ["2", "1", "head:29400", "3", "4"]
     assert seen.module and not seen.standalone
     assert (seen.training_script, seen.training_script_args) == ("nemo_moe.cli.main", ["finetune", "demo", "seed=1"])
+
+
+def test_ranks_order_sets_alike_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some tasks of reasoning-gym iterate over sets of strings; Python would draw another order for every rank."""
+    started: list[str | None] = []
+    monkeypatch.setattr(os, "execv", lambda *_: started.append(os.environ.get("PYTHONHASHSEED")))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    launch(parsed("--nproc-per-node", "2"), ["finetune", "demo"])
+    monkeypatch.delenv("PYTHONHASHSEED")
+    launch(parsed("--nproc-per-node", "2"), ["finetune", "demo"])
+    monkeypatch.setenv("PYTHONHASHSEED", "0")  # so that it is put back
+    assert started == ["7", "0"]
 
 
 def test_one_node_finds_its_own_port_unless_one_is_named() -> None:

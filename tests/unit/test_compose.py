@@ -305,6 +305,28 @@ def test_combinations_across_sections_are_checked(tmp_path: Path) -> None:
     assert "no asynchronous mode" in message(write(tmp_path), "backend.dispatcher_async_dispatch=true")
 
 
+@pytest.mark.parametrize(
+    ("yaml", "parts"),
+    [
+        ("optimizer: {momentum: 0.9}", ["optimizer.momentum is 0.9", "adamw has no momentum", "leave it at 0.0"]),
+        ("optimizer: {name: sgd, betas: [0.9, 0.99]}", ["optimizer.betas is [0.9, 0.99]", "sgd has no betas", "[0.9, 0.95]"]),
+        ("optimizer: {name: sgd, eps: 1e-6}", ["optimizer.eps is 1e-06", "sgd has no eps", "leave it at 1e-08"]),
+        ("schedule: {name: constant, min_lr_ratio: 0.1}", ["schedule.min_lr_ratio is 0.1", "set it to 0", "linear or cosine"]),
+        ("router: {fake_balanced: true, bias_update_rate: 0.1}", ["router.bias_update_rate is 0.1", "router.fake_balanced"]),
+    ],
+)
+def test_an_option_that_the_named_choice_does_not_read_is_refused(tmp_path: Path, yaml: str, parts: list[str]) -> None:
+    text = message(write(tmp_path, yaml + "\n"))
+    for part in parts:
+        assert part in text, text
+
+
+def test_an_option_at_its_default_goes_with_every_choice(tmp_path: Path) -> None:
+    yaml = "optimizer: {name: sgd, betas: [0.9, 0.95], eps: 1e-8, momentum: 0.9}\nschedule: {name: constant, min_lr_ratio: 0}\n"
+    assert load_recipe(write(tmp_path, yaml)).optimizer.momentum == 0.9
+    assert load_recipe(write(tmp_path, "optimizer: {momentum: 0, betas: [0.5, 0.6]}\n")).optimizer.betas == [0.5, 0.6]
+
+
 # Files
 
 

@@ -16,6 +16,7 @@ import pytest
 
 import nemo_moe
 from nemo_moe.compose import list_recipes
+from nemo_moe.registry import DISPATCHERS
 from nemo_moe.schema import key_paths
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,6 +121,21 @@ def test_make_says_what_is_missing_where_python_is_too_old(tmp_path: Path) -> No
     assert not (checkout / ".venv").exists()
 
 
+def test_make_test_checks_formatting_too() -> None:
+    lint = MAKEFILE.partition("\nlint: ")[2].partition("\n\n")[0]
+    assert "ruff check ." in lint and "ruff format --check" in lint and "lint-imports" in lint
+
+
+def test_the_way_from_the_yaml_key_to_the_wire_is_within_its_budget_for_every_dispatcher() -> None:
+    done = run(sys.executable, "tools/path_length.py", env=clean_environment())
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {row.split()[0]: row.split() for row in done.stdout.splitlines()[1:] if row.split()[0] in DISPATCHERS}
+    assert list(rows) == list(DISPATCHERS)
+    assert rows["all_to_all"][3:] == ["all_to_all"] and rows["all_reduce"][3:] == ["all_reduce,", "local"]
+    for row in rows.values():
+        assert 500 < int(row[2]) < int(row[1]) <= 2000, row
+
+
 def test_ci_runs_make_test() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
@@ -210,7 +226,7 @@ def test_the_readme_names_keys_recipes_and_files_that_exist() -> None:
         assert key in known or key == "section.key", key
     for name in re.findall(r"nemo-moe finetune (\w+) ", readme):
         assert name in list_recipes() or name in ("my_run", "RECIPE"), name
-    for path in re.findall(r"(?:examples|recipes|tests|nemo_moe|docs)/[\w/]+\.\w+", readme):
+    for path in re.findall(r"(?:examples|recipes|tests|tools|nemo_moe|docs)/[\w/]+\.\w+", readme):
         assert (ROOT / path).is_file(), path
     for target in re.findall(r"make (\w[\w-]*)", readme):
         assert re.search(rf"^{target}:", MAKEFILE, flags=re.MULTILINE), target
@@ -225,6 +241,10 @@ def test_the_layer_example_is_equal_on_one_and_two_ranks() -> None:
     alone = run(sys.executable, script, env=env)
     assert alone.returncode == 0, alone.stderr
     assert "rank 0 of 1: 101 tokens" in alone.stdout
+
+
+def test_the_figures_of_the_readme_are_filled_in() -> None:
+    assert sorted(set(re.findall(r"FIGURE_\w*", (ROOT / "README.md").read_text(encoding="utf-8")))) == []
 
 
 def test_shell_files_are_readable_by_bash() -> None:

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
-from nemo_moe.config import BackendConfig
-from nemo_moe.registry import DISPATCHERS, EXPERTS, MODELS, BackendSpec, DispatcherSpec, Registry, load_target
+from nemo_moe.compose import ConfigError, load_recipe
+from nemo_moe.config import BackendConfig, Precision
+from nemo_moe.registry import (
+    DISPATCHERS,
+    ENTRY_POINTS,
+    EXPERTS,
+    MODELS,
+    PRECISIONS,
+    BackendSpec,
+    DispatcherSpec,
+    Registry,
+    _loaded_entry_points,
+    load_target,
+)
 
 
 def test_every_registered_name_loads_a_class_of_its_kind() -> None:
@@ -19,6 +35,71 @@ def test_every_registered_name_loads_a_class_of_its_kind() -> None:
     for name in MODELS:
         spec = MODELS.get(name)
         assert callable(MODELS.load(name)) and callable(load_target(spec.config).from_hf)
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder on the path that looks like an installed package `toy_backends` with an entry point of ours."""
+    info = tmp_path / "toy_backends-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-backends\nVersion: 1.0\n", encoding="utf-8")
+    (info / "entry_points.txt").write_text(f"[{ENTRY_POINTS}]\ntoy = toy_backends\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path / "toy_backends.py"
+    sys.modules.pop("toy_backends", None)
+    if "toy" in DISPATCHERS._specs:
+        DISPATCHERS.unregister("toy")
+    for entry_point in [entry for entry in _loaded_entry_points if entry.name == "toy"]:
+        _loaded_entry_points.discard(entry_point)
+
+
+TOY = """
+from nemo_moe import DISPATCHERS, DispatcherSpec
+from nemo_moe.moe.dispatch.local import _LocalManager
+
+assert "all_to_all" in DISPATCHERS and list(DISPATCHERS), "it may ask the registry while it is imported"
+
+class Manager(_LocalManager):
+    pass
+
+DISPATCHERS.register("toy", DispatcherSpec(target="toy_backends:Manager", summary="a toy"))
+"""
+
+
+def test_a_dispatcher_of_an_installed_package_is_found_by_its_name_in_a_recipe(package: Path) -> None:
+    """As every rank finds it: nothing here imports the package. What is known needs no look at it."""
+    package.write_text(TOY, encoding="utf-8")
+    assert BackendConfig().dispatcher == "all_to_all" and "toy_backends" not in sys.modules
+    config = load_recipe("demo", ["backend.dispatcher=toy"])
+    assert config.backend.dispatcher == "toy"
+    assert DISPATCHERS.load("toy").__module__ == "toy_backends"
+    assert list(DISPATCHERS).count("toy") == 1
+
+
+def test_a_dispatcher_of_an_installed_package_is_among_the_legal_names(package: Path) -> None:
+    package.write_text(TOY, encoding="utf-8")
+    with pytest.raises(ValueError) as caught:
+        DISPATCHERS.get("toi")
+    assert "did you mean 'toy'?" in str(caught.value)
+
+
+def test_a_package_that_cannot_be_imported_is_named_where_a_name_is_unknown(package: Path) -> None:
+    package.write_text("import no_such_library_here\n", encoding="utf-8")
+    assert BackendConfig().dispatcher == "all_to_all", "a run that does not ask for it is not disturbed"
+    for _ in range(2):
+        with pytest.raises(ConfigError) as caught:
+            load_recipe("demo", ["backend.dispatcher=toy"])
+        for part in ("toy = toy_backends", "package toy-backends", "No module named 'no_such_library_here'", "uninstall it"):
+            assert part in str(caught.value), str(caught.value)
+
+
+def test_auto_is_no_dispatcher_yet_and_the_message_lists_those_that_are_b30() -> None:
+    """case B30: nothing is chosen by what happens to be installed; so far there is no choice to leave open."""
+    with pytest.raises(ConfigError) as caught:
+        load_recipe("demo", ["backend.dispatcher=auto"])
+    assert "backend.dispatcher: unknown value 'auto'" in str(caught.value)
+    legal = str(caught.value).partition("legal: ")[2]
+    assert all(name in legal for name in DISPATCHERS) and "all_to_all" in legal
 
 
 def test_an_unknown_name_lists_the_legal_ones_and_the_nearest() -> None:
@@ -72,6 +153,35 @@ def test_a_number_of_sms_that_the_dispatcher_cannot_use_is_refused_with_the_rule
         assert f"positive multiple of 2 for 'with_sms', found {value}" in str(caught.value)
     finally:
         DISPATCHERS.unregister("with_sms")
+
+
+@pytest.mark.parametrize(("written", "found"), [("20", 20), ("'20'", 20), ('"20"', 20), ("21", None), ('"21"', None)])
+def test_a_number_of_sms_in_a_recipe_may_stand_in_quotes_b31(written: str, found: int | None) -> None:
+    """case B31, from the recipe's text to the number: "20" is 20, 21 is refused for a dispatcher that wants an even number."""
+    DISPATCHERS.register("with_sms", DispatcherSpec(target="a:B", summary="", num_sms_multiple_of=2))
+    changes = ["backend.dispatcher=with_sms", f"backend.dispatcher_num_sms={written}"]
+    try:
+        if found is not None:
+            value = load_recipe("demo", changes).backend.dispatcher_num_sms
+            assert value == found and type(value) is int
+            return
+        with pytest.raises(ConfigError) as caught:
+            load_recipe("demo", changes)
+        assert "backend.dispatcher_num_sms must be a positive multiple of 2 for 'with_sms', found 21" in str(caught.value)
+    finally:
+        DISPATCHERS.unregister("with_sms")
+
+
+def test_a_number_of_sms_is_refused_where_there_is_no_such_knob_b31() -> None:
+    """case B31: for every dispatcher without the knob the option would do nothing."""
+    for name in [name for name in DISPATCHERS if DISPATCHERS.get(name).num_sms_multiple_of is None]:
+        with pytest.raises(ConfigError) as caught:
+            load_recipe("demo", [f"backend.dispatcher={name}", "backend.dispatcher_num_sms='20'"])
+        assert f"dispatcher_num_sms is 20, but the dispatcher {name!r} has no such knob; set it to null" in str(caught.value)
+
+
+def test_there_is_one_table_of_precisions() -> None:
+    assert [precision.value for precision in Precision] == list(PRECISIONS)
 
 
 def test_asynchronous_dispatch_is_refused_where_there_is_none_b33() -> None:

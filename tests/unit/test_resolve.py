@@ -16,6 +16,7 @@ from nemo_moe.config import (
     DistributedConfig,
     ModelConfig,
     Precision,
+    RouterConfig,
     RunConfig,
     TaskConfig,
     TrainConfig,
@@ -106,10 +107,18 @@ def test_tensor_parallel_ranks_are_refused_with_the_reason() -> None:
     assert "distributed.tp_size is 2" in text and "set it to 1" in text
 
 
-def test_all_reduce_needs_ranks_that_share_a_batch_and_names_both_sizes() -> None:
-    text = refusal(run_config(backend=BackendConfig(dispatcher="all_reduce"), distributed=DistributedConfig(ep_size=2)), 2)
-    assert "distributed.ep_size (2) must equal distributed.tp_size (1)" in text
-    assert "'all_to_all'" in text.partition("choose")[2]
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_all_reduce_is_refused_in_a_run_with_the_ways_out(tp_size: int) -> None:
+    """Following what a message says ends in a run, not in the other message."""
+    spread = DistributedConfig(ep_size=2, tp_size=tp_size)
+    config = run_config(backend=BackendConfig(dispatcher="all_reduce"), distributed=spread)
+    text = refusal(config, 2)
+    if tp_size == 2:
+        assert "distributed.tp_size is 2" in text and "set it to 1" in text
+        text = refusal(dataclasses.replace(config, distributed=DistributedConfig(ep_size=2)), 2)
+    assert "MoE layers that are built by hand" in text and "choose 'all_to_all'" in text and "tp_size" not in text
+    changed = dataclasses.replace(config, backend=BackendConfig(), distributed=DistributedConfig(ep_size=2))
+    assert "all_to_all" in line(resolved(changed, 2), "dispatcher")
 
 
 def test_the_global_batch_must_be_a_multiple_of_micro_batch_times_ranks() -> None:
@@ -189,6 +198,17 @@ def test_a_model_without_experts_uses_no_backend() -> None:
     assert "the model has no experts" in refusal(run_config(dense, distributed=DistributedConfig(ep_size=2)), 2)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"), [("aux_loss_coef", 0.01), ("z_loss_coef", 0.001), ("bias_update_rate", 0.001), ("fake_balanced", True)]
+)
+def test_router_keys_are_refused_where_there_is_no_router(key: str, value: Any) -> None:
+    router = RouterConfig(**{key: value})
+    text = refusal(run_config({"mlp_only_layers": [0, 1]}, router=router), 1)
+    assert f"router.{key} is {value}" in text and "the model has no experts" in text and "leave it out" in text
+    assert resolved(run_config({"mlp_only_layers": [0]}, router=router), 1).sizes.ep == 1
+    assert resolved(run_config({"mlp_only_layers": [0, 1]}, router=RouterConfig(aux_loss_coef=0.0)), 1).sizes.ep == 1
+
+
 # The model's own config
 
 
@@ -196,6 +216,14 @@ def test_a_misspelt_key_of_the_model_config_names_the_nearest_one() -> None:
     with pytest.raises(ValueError) as caught:
         model_config(ModelConfig(config={"num_expert": 4}))
     assert "'num_expert'" in str(caught.value) and "did you mean 'num_experts'?" in str(caught.value)
+
+
+def test_unknown_keys_of_the_model_config_are_refused_not_ignored() -> None:
+    """case B65: this would have built the default model of 24 layers."""
+    with pytest.raises(ValueError) as caught:
+        model_config(ModelConfig(config={"num_layers": 2, "hidden": 64, "top_k": 4}))
+    for key in ("num_hidden_layers", "hidden_size", "num_experts_per_tok"):
+        assert f"did you mean {key!r}?" in str(caught.value)
 
 
 def test_a_folder_gives_the_model_config_and_the_recipe_changes_it(tmp_path: Path) -> None:

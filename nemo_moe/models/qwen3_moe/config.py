@@ -16,7 +16,7 @@ from typing import Any
 from nemo_moe.config import MoEConfig
 from nemo_moe.layers.rope import RopeConfig
 from nemo_moe.models.decoder import DecoderConfig
-from nemo_moe.models.hf_config import Fields, merged, refuse_misspelt
+from nemo_moe.models.hf_config import Fields, merged, refuse_misspelt, refuse_unknown
 
 MODEL_TYPE = "qwen3_moe"
 _logger = logging.getLogger(__name__)
@@ -86,11 +86,13 @@ class Qwen3MoeConfig(DecoderConfig):
 
         Raises:
             ValueError: a value of the wrong type or range, one that this code cannot honour, two names of one thing that
-                disagree, another `model_type`, or an unknown key that looks misspelt.
+                disagree, another `model_type`, an unknown key among the changes, or one in `hf` that looks misspelt
+                (other unknown keys of `hf` are kept).
         """
         values = merged(hf, overrides)
-        refuse_misspelt(values, _READ_KEYS, MODEL_TYPE)
         _refuse_unsupported(values)
+        refuse_unknown(overrides or {}, _READ_KEYS, MODEL_TYPE)
+        refuse_misspelt(hf, _READ_KEYS, MODEL_TYPE)
         fields = Fields(values, _DEFAULTS)
         heads = fields.integer("num_attention_heads")
         if heads < 1:

@@ -36,8 +36,8 @@ class DispatchManager(ABC):
         self.num_sms = num_sms
         self.async_dispatch = async_dispatch
 
-    @classmethod
-    def check_available(cls) -> None:  # noqa: B027  (most dispatchers need nothing of the machine)
+    @classmethod  # noqa: B027  (most dispatchers need nothing of the machine)
+    def check_available(cls) -> None:
         """Raise ImportError or ValueError naming what this machine lacks and the fix; return where nothing is missing.
 
         Asked before a manager is built, so it may not need one.

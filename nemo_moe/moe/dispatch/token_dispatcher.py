@@ -12,7 +12,7 @@ from torch import Tensor
 from nemo_moe.moe.dispatch.base import DispatchManager
 from nemo_moe.moe.dispatch.fused_a2a import fused_combine, fused_dispatch
 from nemo_moe.moe.dispatch.local import _LocalManager
-from nemo_moe.moe.types import Dispatched, DispatchHandle
+from nemo_moe.moe.types import Dispatched, DispatchHandle, experts_per_rank
 from nemo_moe.registry import DISPATCHERS
 
 if TYPE_CHECKING:
@@ -40,8 +40,7 @@ class MoEFlexTokenDispatcher:
 
     def __init__(self, backend: BackendConfig, num_experts: int, ep_group: dist.ProcessGroup | None) -> None:
         ep_size = 1 if ep_group is None else dist.get_world_size(ep_group)
-        if num_experts % ep_size:
-            raise ValueError(f"ep_size {ep_size} does not divide the {num_experts} experts; choose a divisor of {num_experts}")
+        experts_per_rank(num_experts, ep_size)  # raises where it is no whole number
         self.num_experts = num_experts
         if ep_size == 1:
             self.manager: DispatchManager = _LocalManager(None, num_experts)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nemo_moe.moe.types import Dispatcher
+from nemo_moe.moe.types import Dispatcher, experts_per_rank
 from nemo_moe.registry import EXPERTS
 
 
@@ -40,10 +40,8 @@ class Experts(nn.Module, ABC):
 
     def keep_local(self, ep_rank: int, ep_size: int) -> None:
         """Drop all experts but [ep_rank * L, (ep_rank + 1) * L), L = E / ep_size. Call it once, before FSDP."""
-        if self.num_experts % ep_size:
-            raise ValueError(f"ep_size {ep_size} does not divide the {self.num_experts} experts; choose a divisor of {self.num_experts}")
         assert self.num_local_experts == self.num_experts, "experts are sharded already"
-        self.num_local_experts = self.num_experts // ep_size
+        self.num_local_experts = experts_per_rank(self.num_experts, ep_size)
         self.expert_offset = ep_rank * self.num_local_experts
         local = slice(self.expert_offset, self.expert_offset + self.num_local_experts)
         self.gate_up_proj = nn.Parameter(self.gate_up_proj.detach()[local].clone())

@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from nemo_moe.checkpoint.hf import load_hf_folder, read_hf_config
+from nemo_moe.checkpoint.hf import load_hf_folder
 from nemo_moe.config import BackendConfig, RouterConfig
+from nemo_moe.hf_folder import read_hf_config
 from nemo_moe.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from tiny_qwen3_moe import hf_model, ids
 

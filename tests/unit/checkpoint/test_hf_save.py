@@ -10,17 +10,19 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from nemo_moe.checkpoint.folder_writer import plan_files
-from nemo_moe.checkpoint.hf import load_hf_folder, read_hf_config, save_hf_folder
+from nemo_moe.checkpoint.hf import load_hf_folder, save_hf_folder
 from nemo_moe.config import BackendConfig, RouterConfig
+from nemo_moe.hf_folder import read_hf_config
 from nemo_moe.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM, hf_layouts
 from tiny_qwen3_moe import hf_model, ids, ours_like
 
 INDEX = "model.safetensors.index.json"
+EXTRA_FILE = "extra_tensors.safetensors"
 
 
 def _load(folder: Path, router: RouterConfig | None = None) -> Qwen3MoeForCausalLM:
@@ -197,8 +199,25 @@ def test_expert_biases_are_stored_beside_the_weights_and_come_back(tmp_path: Pat
         assert torch.equal(old.gate.expert_bias, new.gate.expert_bias)
     _, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values())
-    with pytest.raises(ValueError, match=r"set router\.bias_update_rate above 0"):
-        _load(tmp_path)
+
+
+def test_expert_biases_of_a_folder_are_used_by_a_model_that_does_not_update_them(tmp_path: Path) -> None:
+    model = Qwen3MoeForCausalLM(ours_like(hf_model()).config, BackendConfig(experts="loop"), RouterConfig(bias_update_rate=0.1)).eval()
+    for index, moe in enumerate(model.moe_layers()):
+        assert moe.gate.expert_bias is not None
+        moe.gate.expert_bias.copy_(torch.arange(8.0) + index)
+    expected = model(ids()).logits
+    save_hf_folder(model, tmp_path / "one")
+    loaded = _load(tmp_path / "one")
+    assert torch.equal(loaded(ids()).logits, expected)
+    save_hf_folder(loaded, tmp_path / "two")
+    assert load_file(tmp_path / "two" / EXTRA_FILE).keys() == {f"model.layers.{layer}.mlp.gate.expert_bias" for layer in range(3)}
+    biases = load_file(tmp_path / "one" / EXTRA_FILE)
+    (tmp_path / "one" / EXTRA_FILE).unlink()
+    assert not torch.equal(_load(tmp_path / "one")(ids()).logits, expected), "the biases chose the experts"
+    save_file({key: bias[:1] for key, bias in biases.items()}, tmp_path / "one" / EXTRA_FILE)
+    with pytest.raises(ValueError, match=r"3 misshapen: model\.layers\.0\.mlp\.gate\.expert_bias"):
+        _load(tmp_path / "one")
 
 
 @pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import pytest
@@ -90,6 +91,26 @@ def test_misspelt_keys_are_refused_with_the_nearest_name(key: str, near: str) ->
         Qwen3MoeConfig.from_hf({key: 1})
     with pytest.raises(ValueError, match=f"unknown key '{key}'; did you mean '{near}'"):
         Qwen3MoeConfig.from_hf(OLD, {key: 1})
+
+
+@pytest.mark.parametrize("folder", [{}, OLD], ids=["no folder", "folder"])
+def test_unknown_keys_of_a_user_are_refused_with_the_nearest_and_the_legal_ones(folder: dict[str, Any]) -> None:
+    """case B65: these would have built the default 24 layers, each key ignored."""
+    with pytest.raises(ValueError) as caught:
+        Qwen3MoeConfig.from_hf(folder, {"num_layers": 2, "hidden": 64, "top_k": 4, "made_by": "us"})
+    text, _, legal = str(caught.value).partition("(legal: ")
+    for key, near in (("num_layers", "num_hidden_layers"), ("hidden", "hidden_size"), ("top_k", "num_experts_per_tok")):
+        assert f"unknown key {key!r}; did you mean {near!r}?" in text
+    assert "unknown key 'made_by'" in text
+    assert {"hidden_size", "num_experts", "rope_scaling", "dtype", "use_cache"} <= set(re.findall(r"\w+", legal))
+
+
+def test_every_key_of_hugging_face_is_legal_for_a_user_and_written_back() -> None:
+    theirs = transformers.Qwen3MoeConfig(**SIZES, bos_token_id=1, eos_token_id=2, output_router_logits=True).to_dict()
+    assert {"output_router_logits", "use_cache", "architectures", "model_type", "transformers_version"} <= theirs.keys()
+    config = Qwen3MoeConfig.from_hf({}, theirs)
+    assert config.to_hf()["eos_token_id"] == 2 and config.to_hf()["output_router_logits"] is True
+    assert Qwen3MoeConfig.from_hf({}, config.to_hf()) == config
 
 
 @pytest.mark.parametrize("folder", [OLD, NEW], ids=["old", "new"])

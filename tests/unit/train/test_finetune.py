@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
+import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,14 +16,26 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nemo_moe.compose import load_recipe
-from nemo_moe.config import OptimizerConfig, Precision, RouterConfig, RunConfig, ScheduleConfig, ScheduleName, ValidationConfig
+from nemo_moe.cli.entry import run_finetune_rank
+from nemo_moe.compose import load_recipe, to_plain, to_yaml
+from nemo_moe.config import (
+    OptimizerConfig,
+    Precision,
+    RouterConfig,
+    RunConfig,
+    ScheduleConfig,
+    ScheduleName,
+    TaskConfig,
+    ValidationConfig,
+    WandbMode,
+)
 from nemo_moe.resolve import resolve
 from nemo_moe.train.assemble import Run, assemble, warnings_of
 from nemo_moe.train.finetune import finetune
 from nemo_moe.train.runtime import StartError, agreed, process_group
 from nemo_moe.train.step import TrainingStopped, train_step
 from tiny_run import records, tiny_config
+from wandb_file import read_wandb
 
 CPU = torch.device("cpu")
 
@@ -59,22 +75,68 @@ def test_a_run_leaves_a_config_logs_and_a_model_that_transformers_loads(tmp_path
     out = capsys.readouterr().out
     assert "before training" in out and "most frequent answer" in out and "spell_backward: " in out
     assert out.count("dispatcher: all_to_all") == 1 and "dispatcher: local permutation" in out, "the config once, and what it comes to"
+    assert "tokenizer: trained from the training items, " in out and "warning:" not in out
     command = next(line for line in out.splitlines() if "from transformers import" in line)
     assert f'folder = "{tmp_path / "run" / "model"}"' in command and command.count("'") == 2
+    assert shlex.split(command)[:2] == [sys.executable, "-c"]
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
     assert sum(parameter.numel() for parameter in model.parameters()) > 0 and model.config.vocab_size == len(tokenizer)
 
 
-def test_a_saved_model_is_trained_further_with_its_own_tokenizer(tmp_path: Path) -> None:
+def test_a_saved_model_is_trained_further_with_its_own_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Named by a path below the home folder, whose generation settings go along."""
+    monkeypatch.setenv("HOME", str(tmp_path))
     first = finetune(tiny_config(tmp_path / "one", items=60))
-    again = tiny_config(tmp_path / "two", model_path=str(tmp_path / "one" / "model"), items=40, max_steps=1)
+    (tmp_path / "one" / "model" / "generation_config.json").write_text('{"temperature": 0.5}')
+    again = tiny_config(tmp_path / "two", model_path="~/one/model", items=40, max_steps=1)
     finetune(again)
+    assert (tmp_path / "two" / "model" / "generation_config.json").read_text() == '{"temperature": 0.5}'
+    assert "tokenizer: the one in ~/one/model, " in capsys.readouterr().out
     continued = records(tmp_path / "two")[0]["loss"]
     assert continued < records(tmp_path / "one")[0]["loss"] * 0.9 and continued < 1.3 * float(first["loss"])
     vocabularies = [AutoTokenizer.from_pretrained(tmp_path / name / "model").get_vocab() for name in ("one", "two")]
     assert vocabularies[0] == vocabularies[1]
+
+
+def test_a_model_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
+    """A tokenizer trained anew would number its tokens in another way than the embeddings do."""
+    finetune(tiny_config(tmp_path / "one", max_steps=1))
+    for file in (tmp_path / "one" / "model").glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(StartError, match="model.path: .*model holds no tokenizer .*copy the tokenizer's files"):
+        finetune(tiny_config(tmp_path / "two", model_path=str(tmp_path / "one" / "model"), max_steps=1))
+
+
+def test_the_tracker_and_the_run_folder_get_the_same_resolved_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    config = tiny_config(tmp_path, max_steps=1, wandb_mode=WandbMode.offline)
+    finetune(config)
+    written = json.loads((tmp_path / "resolved.json").read_text())
+    assert written == {**to_plain(config), "resolved": dataclasses.asdict(resolve(config, 1))}
+    assert any(line.startswith("dispatcher: local permutation (ep_size is 1") for line in written["resolved"]["lines"])
+    [run] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    assert {key: read_wandb(run)[1][key] for key in written} == written
+
+
+def test_a_run_in_the_folder_of_another_says_what_it_replaces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for runs in range(2):
+        finetune(tiny_config(tmp_path / "run", max_steps=1))
+        assert capsys.readouterr().out.count(f"warning: {tmp_path / 'run'} holds an earlier run") == runs
+
+
+def test_a_model_that_cannot_be_saved_is_one_message_after_the_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny_config(tmp_path / "run", max_steps=1, validation=ValidationConfig(exact_match=True))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "model").write_text("in the way")
+    (tmp_path / "tiny.yaml").write_text(to_yaml(config))
+    assert run_finetune_rank([str(tmp_path / "tiny.yaml")]) == 1
+    out, err = capsys.readouterr()
+    assert err.startswith(f"finetune: error: saving to {tmp_path / 'run' / 'model'} failed: ") and len(err.splitlines()) == 1
+    assert "  after training  " in out and "run folder:" not in out
 
 
 def test_ten_batches_at_accumulation_four_are_three_steps(tmp_path: Path) -> None:
@@ -132,7 +194,9 @@ def test_an_auxiliary_coefficient_alone_switches_the_loss_on(tmp_path: Path) -> 
     assert len({run[1]["loss"] for run in (off, recipe, model)}) == 3
 
 
-def test_the_expert_bias_moves_once_a_step(tmp_path: Path, one_rank: None) -> None:
+def test_the_expert_bias_moves_once_a_step_and_stays_where_its_rate_is_0(
+    tmp_path: Path, one_rank: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = tiny_config(tmp_path, router=RouterConfig(bias_update_rate=0.125), max_steps=3, global_batch_size=8, micro_batch_size=2)
     finetune(config)
     from safetensors.torch import load_file
@@ -141,6 +205,11 @@ def test_the_expert_bias_moves_once_a_step(tmp_path: Path, one_rank: None) -> No
     assert len(biases) == 2
     for bias in biases.values():
         assert set((bias / 0.125).tolist()) <= {-3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0} and bias.abs().max() > 0
+    capsys.readouterr()
+    finetune(tiny_config(tmp_path / "on", model_path=str(tmp_path / "model"), max_steps=1))
+    assert "expert biases: from the folder, used as they are" in capsys.readouterr().out
+    kept = load_file(tmp_path / "on" / "model" / "extra_tensors.safetensors")
+    assert all(torch.equal(kept[name], bias) for name, bias in biases.items())
 
 
 @pytest.mark.parametrize(("norm_topk_prob", "aux", "expected"), [(True, 0.0, "nothing"), (True, 0.1, "auxiliary"), (False, 0.0, None)])
@@ -182,6 +251,14 @@ def test_bf16_computes_in_bf16_and_keeps_fp32_weights_and_states(tmp_path: Path,
     assert len(run.optimizer.state) == len(list(run.model.parameters()))
     last = [step_of(run, [batch]).loss for _ in range(10)][-1]
     assert math.isfinite(last) and last < first
+
+
+def test_a_misspelt_task_is_found_before_there_is_a_process_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny_config(tmp_path / "run", task=TaskConfig(name="spell_backwards", train_size=10))
+    (tmp_path / "tiny.yaml").write_text(to_yaml(config))
+    assert run_finetune_rank([str(tmp_path / "tiny.yaml")]) == 2
+    assert "unknown task 'spell_backwards'; did you mean 'spell_backward'?" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_folder_that_cannot_be_written_is_found_out_before_training(tmp_path: Path) -> None:

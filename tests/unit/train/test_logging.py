@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 from nemo_moe.config import LoggingConfig, WandbConfig, WandbMode
 from nemo_moe.train.logging import RunLogger
 from nemo_moe.train.tracking import WandbRun, resolve_mode
+from wandb_file import read_wandb
 
 STEP = {"loss": 1.5, "grad_norm": 0.5, "lr": 1e-3, "tokens_per_second": 1234.0}
 
@@ -66,7 +66,7 @@ def test_wandb_offline_holds_the_same_steps_and_the_config(tmp_path: Path, clean
     with RunLogger(config(WandbMode.auto), tmp_path, {"optimizer": {"lr": 0.25}}, rank=0) as log:
         log_five_steps(log)
     run = _only(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
-    history, settings = _read_wandb(run)
+    history, settings = read_wandb(run)
     assert [row["_step"] for row in history] == [2, 4, 5]
     assert history[1]["train/loss"] == 1.5 and history[1]["validation/loss"] == 0.5
     assert history[0]["train/moe/layer_0/load"] == [0.75, 0.25]
@@ -117,27 +117,3 @@ def _only(paths: Any) -> Path:
     found = list(paths)
     assert len(found) == 1, found
     return found[0]
-
-
-def _read_wandb(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """History rows and config of an offline run's file: blocks of 32 KiB with records of (crc, length, type)."""
-    from wandb.proto import wandb_internal_pb2
-
-    data, position, parts = path.read_bytes(), 7, b""
-    history, settings = [], {}
-    while position + 7 <= len(data):
-        if position % 32768 > 32768 - 7:
-            position += 32768 - position % 32768
-            continue
-        _, length, kind = struct.unpack("<IHB", data[position : position + 7])
-        parts += data[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4):  # a whole record, or its last part
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(parts)
-            parts = b""
-            if record.HasField("history"):
-                history.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item})
-            for item in record.run.config.update if record.HasField("run") else ():
-                settings[item.key] = json.loads(item.value_json)
-    return history, settings
