@@ -27,6 +27,7 @@ def read_wandb(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
             parts = b""
             if record.HasField("history"):
                 history.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item})
-            for item in record.run.config.update if record.HasField("run") else ():
-                settings[item.key] = json.loads(item.value_json)
+            # The config comes with the run, or in a record of its own where the run was written before it was complete.
+            for config in (record.run.config, record.config):
+                settings.update({item.key: json.loads(item.value_json) for item in config.update if item.key})
     return history, settings

@@ -28,8 +28,10 @@ from nemo_moe.moe.dispatch.token_dispatcher import MoEFlexTokenDispatcher
 from nemo_moe.moe.experts.base import Experts, build_experts
 from nemo_moe.registry import DISPATCHERS
 
-# Of the largest element. Both sides round alike but in the order of sums; bf16 has 8 bits, and four layers pass them on.
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+# (norm of the difference over the norm, largest difference over the largest element) of outputs and gradients. The order
+# of sums differs, and where partial sums are rounded; bf16 has 8 bits, and four layers pass the roundings on. The second
+# sees one wrong token among many.
+TOLERANCES = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (5e-2, 2e-1)}
 
 
 class WrongResult(RuntimeError):
@@ -76,16 +78,16 @@ def benchmark_layer(work: Work, backends: Mapping[str, BackendConfig], protocol:
     """
     weights = [_weights(work, layer) for layer in range(work.layers)]
     expected = _outcome(work, ORACLE, weights)
-    peaks = {}
+    peaks, differences = {}, {}
     for name, backend in backends.items():
         outcome, peaks[name] = peak_increase(functools.partial(_outcome, work, backend, weights), work.device)
-        _compare(name, outcome, expected, TOLERANCE[work.dtype])
+        differences[name] = _compare(name, outcome, expected, TOLERANCES[work.dtype])
         del outcome
     del expected
     stacks = {name: _Stack(work, backend, weights) for name, backend in backends.items()}
     timings = time_contenders({name: stack.run for name, stack in stacks.items()}, work.device, protocol)
     return {
-        name: Row(timings[name].per(work.layers), peaks[name], shares(stack.run, work.device), shared_batch=stack.shared)
+        name: Row(timings[name].per(work.layers), differences[name], peaks[name], shares(stack.run, work.device), stack.shared)
         for name, stack in stacks.items()
     }
 
@@ -182,18 +184,27 @@ def _experts_on(shape: Shape, backend: BackendConfig, gate_up: nn.Parameter, dow
     return experts
 
 
-def _compare(name: str, outcome: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
-    """Raise WrongResult on all ranks where any rank finds a difference. Collective."""
-    found = torch.stack([_difference(outcome[key], expected[key]) for key in expected])
+def _compare(name: str, outcome: dict[str, Tensor], expected: dict[str, Tensor], tolerances: tuple[float, float]) -> float:
+    """The largest relative difference in norm. Raises WrongResult on all ranks where any rank finds too much. Collective."""
+    found = torch.stack([_differences(outcome[key], expected[key]) for key in expected])
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    wrong = [f"{key} by {value:.1e}" for key, value in zip(expected, found.tolist(), strict=True) if not value <= tolerance]
+    wrong = [
+        f"{key} by {norm:.1e} in norm, {largest:.1e} of the largest element"
+        for key, (norm, largest) in zip(expected, found.tolist(), strict=True)
+        if not (norm <= tolerances[0] and largest <= tolerances[1])
+    ]
     if wrong:
         reference = pair_name(ORACLE, dist.get_world_size())
-        raise WrongResult(f"{name} differs from {reference} by more than {tolerance:.0e} of the largest element: {', '.join(wrong)}")
+        allowed = f"allowed are {tolerances[0]:.0e} and {tolerances[1]:.0e}"
+        raise WrongResult(f"{name} differs from {reference}: {'; '.join(wrong)} ({allowed})")
+    return float(found[:, 0].max())
 
 
-def _difference(actual: Tensor, expected: Tensor) -> Tensor:
-    """max|actual - expected| / max|expected|, [] fp32 on the device; infinite where either holds a NaN or an infinity."""
+def _differences(actual: Tensor, expected: Tensor) -> Tensor:
+    """[2] fp32 on the device: |actual - expected| over |expected|, by norm and by largest element.
+
+    Infinite where either side holds a NaN or an infinity.
+    """
     assert actual.shape == expected.shape
-    difference, scale = (actual.float() - expected.float()).abs().max(), expected.float().abs().max()
-    return (difference / scale).nan_to_num(nan=torch.inf)
+    difference, wanted = actual.float() - expected.float(), expected.float()
+    return torch.stack([difference.norm() / wanted.norm(), difference.abs().max() / wanted.abs().max()]).nan_to_num(nan=torch.inf)

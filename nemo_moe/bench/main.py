@@ -107,7 +107,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         with process_group("nccl" if plan.device == "cuda" else "gloo", plan.timeout_minutes, device):
             try:
-                _report(arguments, plan, device)
+                _report(arguments, device)
             except StartError as error:
                 return _fail(error, 2)
             except WrongResult as error:
@@ -183,7 +183,7 @@ def _check_machine(backend: BackendConfig, asked: bool) -> None:
         agreed(lambda: DISPATCHERS.load(backend.dispatcher).check_available())
 
 
-def _report(arguments: argparse.Namespace, plan: _Plan, device: torch.device) -> None:
+def _report(arguments: argparse.Namespace, device: torch.device) -> None:
     protocol = Protocol(arguments.windows, arguments.window_seconds)
     plan = _plan(arguments, world_size(), local_world_size(), on_ranks=True)
     oracle = pair_name(ORACLE, plan.ep_size)

@@ -20,12 +20,15 @@ class Row:
     """What is told of one contender.
 
     Attributes:
+        difference: from the reference, relative: of outputs and gradients in norm (layer), of loss and gradient norm (step);
+            the largest.
         peak_mib: see `memory.peak_increase`.
         shares: of this rank, see `shares.shares`.
         shared_batch: its ranks hold the same tokens, those of all ranks of the other rows.
     """
 
     timing: Timing
+    difference: float
     peak_mib: float | None
     shares: Mapping[str, float]
     shared_batch: bool = False
@@ -39,6 +42,7 @@ def describe_run(device: torch.device, protocol: Protocol, reference: str) -> li
         f"versions: torch {torch.__version__}, python {platform.python_version()}, commit {_commit()}",
         f"protocol: random data; every pair checked against {reference} first; warm-up; pairs in turn; median of {protocol.windows} windows"
         f" of about {protocol.window_seconds:g} s (one call or more, host clock between device synchronisations), slowest rank",
+        "diff:     largest relative difference from the reference, in norm, of outputs and gradients; of a step: loss, gradient norm",
         f"peak MiB: most memory over what was in use before this pair was built and ran twice, with no other pair alive; largest rank;"
         f" {'by the allocator of torch' if device.type == 'cuda' else 'resident memory of the process, so small figures are rough'}",
         f"shares:   rank 0, under the profiler, {'of the time of all kernels' if device.type == 'cuda' else 'of the time of the calls'};"
@@ -47,15 +51,15 @@ def describe_run(device: torch.device, protocol: Protocol, reference: str) -> li
 
 
 def table(rows: Mapping[str, Row], reference: str) -> list[str]:
-    """One line per contender: median, spread, ratio to `reference`, peak memory, shares; then what the marks mean."""
+    """One line per contender: median, spread, ratio to `reference`, difference, peak memory, shares; then what the marks mean."""
     width = max(len(name) for name in rows) + 2
-    lines = [f"{'':{width}}{'median ms':>10}{'min':>9}{'max':>9}{'x ref':>8}{'peak MiB':>10}  shares"]
+    lines = [f"{'':{width}}{'median ms':>10}{'min':>9}{'max':>9}{'x ref':>8}{'diff':>9}{'peak MiB':>10}  shares"]
     for name, row in rows.items():
         timing = row.timing
         peak = f"{row.peak_mib:10.1f}" if row.peak_mib is not None else f"{'-':>10}"
         parts = ", ".join(f"{part} {share:.0%}" for part, share in row.shares.items())
         figures = f"{timing.median:10.3f}{timing.smallest:9.3f}{timing.largest:9.3f}{timing.median / rows[reference].timing.median:8.2f}"
-        lines.append(f"{name + ' *' * row.shared_batch:{width}}{figures}{peak}  {parts}".rstrip())
+        lines.append(f"{name + ' *' * row.shared_batch:{width}}{figures}{row.difference:9.1e}{peak}  {parts}".rstrip())
     if any(row.shared_batch for row in rows.values()):
         lines.append("* every rank holds the tokens of all ranks: as many distinct tokens as in the other rows")
     return lines

@@ -59,20 +59,23 @@ def fractions(events: Iterable[Any] | None, *, on_cuda: bool) -> dict[str, float
     Args:
         events: torch's FunctionEvents, with parents linked.
     """
-    on_host, on_device = [], []
+    on_host, kernels = [], []
     for event in events or ():
         if event.device_type == DeviceType.CPU:
             on_host.append(event)
         elif not event.is_user_annotation:
-            on_device.append(event)
-    if not on_cuda:
-        whole = sum(event.cpu_time_total for event in on_host if event.name == WHOLE)
-        timed = [({event.name} - _names_around(event), event.cpu_time_total) for event in on_host]
+            kernels.append((event.id, event.time_range.elapsed_us()))
+    parts = dict.fromkeys(LABELS, 0.0)
+    if on_cuda:
+        whole = sum(time for _, time in kernels)
+        around = {event.id: _names_around(event) for event in on_host if _RUNTIME_CALL.match(event.name)}
+        for part, labels in LABELS.items():
+            parts[part] = sum(time for launch, time in kernels if labels & around.get(launch, set()))
     else:
-        whole = sum(event.time_range.elapsed_us() for event in on_device)
-        ranges = {event.id: _names_around(event) for event in on_host if _RUNTIME_CALL.match(event.name)}
-        timed = [(ranges.get(event.id, set()), event.time_range.elapsed_us()) for event in on_device]
-    parts = {part: sum(time for names, time in timed if names & labels) for part, labels in LABELS.items()}
+        whole = sum(event.cpu_time_total for event in on_host if event.name == WHOLE)
+        for part, labels in LABELS.items():
+            ranges = (event for event in on_host if event.name in labels)
+            parts[part] = sum(event.cpu_time_total for event in ranges if not labels & _names_around(event))
     return {part: time / whole for part, time in parts.items()} if whole else {}
 
 

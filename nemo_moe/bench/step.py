@@ -87,13 +87,15 @@ def benchmark_step(
     meshes = build_meshes(resolved.sizes, device.type)
     build = functools.partial(_build, config, family_config, meshes, sequence_length)
     expected = build(ORACLE)()
-    peaks = {}
+    peaks, differences = {}, {}
     for name, backend in backends.items():
         result, peaks[name] = peak_increase(functools.partial(_second_call, build, backend), device)
-        _compare(name, result, expected, TOLERANCE[config.precision.value], pair_name(ORACLE, resolved.sizes.ep))
+        differences[name] = _compare(name, result, expected, TOLERANCE[config.precision.value], pair_name(ORACLE, resolved.sizes.ep))
     calls = {name: build(backend) for name, backend in backends.items()}
     timings = time_contenders(calls, device, protocol)
-    return {name: Row(timings[name], peaks[name], shares(call, device, calls=1)) for name, call in calls.items()}, family_config
+    return {
+        name: Row(timings[name], differences[name], peaks[name], shares(call, device, calls=1)) for name, call in calls.items()
+    }, family_config
 
 
 def _build(config: RunConfig, family_config: Any, meshes: Meshes, sequence_length: int, backend: BackendConfig) -> Callable[[], StepResult]:
@@ -119,9 +121,12 @@ def _second_call(build: Callable[[BackendConfig], Callable[[], StepResult]], bac
     return call()
 
 
-def _compare(name: str, found: StepResult, expected: StepResult, tolerances: tuple[float, float], reference: str) -> None:
-    """All ranks hold the same host values, so all raise or none."""
+def _compare(name: str, found: StepResult, expected: StepResult, tolerances: tuple[float, float], reference: str) -> float:
+    """The larger relative difference of loss and gradient norm; all ranks hold the same values, so all raise or none."""
+    differences = []
     for what, tolerance in zip(("loss", "grad_norm"), tolerances, strict=True):
         actual, wanted = getattr(found, what), getattr(expected, what)
-        if not abs(actual - wanted) <= tolerance * abs(wanted):
+        differences.append(abs(actual - wanted) / abs(wanted))
+        if not differences[-1] <= tolerance:
             raise WrongResult(f"{name}: {what} is {actual:.8g}, and {reference} comes to {wanted:.8g} (allowed: {tolerance:.0e} of it)")
+    return max(differences)

@@ -105,6 +105,8 @@ def test_the_layer_benchmark_times_every_pair_that_runs_here() -> None:
     for median, smallest, largest, ratio in rows.values():
         assert 0 < smallest <= median <= largest
         assert ratio == pytest.approx(median / rows["all_to_all + loop"][0], abs=0.02, rel=0.02)
+    differences = [float(figure) for figure in re.findall(r" (\d\.\de[-+]\d+) ", out)]
+    assert len(differences) == 4 and differences[0] == 0.0 and max(differences) < 1e-5
     assert "2 ranks, gloo" in out and "* every rank holds the tokens of all ranks" in out and "median of 2 windows of about 0.01 s" in out
     assert re.search(r"^all_to_all \+ loop .*dispatch [1-9]\d?%, combine [1-9]\d?%.*wire [1-9]\d?%", out, re.MULTILINE)
 

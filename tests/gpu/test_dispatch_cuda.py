@@ -71,7 +71,7 @@ def test_experts_stay_within_twice_the_error_of_bf16_torch(name: str, counts: li
         sizes = (rows * 256, rows * 128, 4 * 256 * 256, 4 * 256 * 128)  # dirties blocks of the sizes that follow
         huge = [torch.full((max(1, size),), 1e30, device=device, dtype=dtype) for size in sizes for _ in range(3)]
         del huge
-        leaf = hidden_states.to(dtype).requires_grad_()
+        leaf = hidden_states.detach().clone().to(dtype).requires_grad_()
         output = experts.compute(leaf, weights, torch.tensor(counts, dtype=torch.int32, device=device))
         output.backward(upstream.to(dtype))
         gradients = [parameter.grad for parameter in experts.parameters()]

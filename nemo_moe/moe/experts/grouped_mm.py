@@ -1,7 +1,8 @@
-"""Experts as two `torch.nn.functional.grouped_mm` calls: no host synchronisation, rows past the counts cost nothing.
+"""Experts as two `torch.nn.functional.grouped_mm` calls: in bf16 no host synchronisation; rows past the counts cost nothing.
 
-Facts of that function: rows of every operand must be multiples of 16 bytes; rows past the last offset are
-uninitialised in its output and in its input's gradient, so nothing here mixes rows.
+Facts of that function: rows of every operand must be multiples of 16 bytes; rows past the last offset are uninitialised in
+its output and in its input's gradient, so nothing here mixes rows; in fp32 on CUDA it reads the offsets on the host (seen
+with torch 2.11).
 """
 
 from __future__ import annotations

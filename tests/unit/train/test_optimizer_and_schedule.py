@@ -51,11 +51,12 @@ def test_optimizer_state_is_fp32() -> None:
 
 @pytest.mark.parametrize(("name", "middle"), [(ScheduleName.constant, 1.0), (ScheduleName.linear, 0.55), (ScheduleName.cosine, 0.55)])
 def test_warm_up_starts_above_zero_and_the_last_step_has_the_least_rate(name: ScheduleName, middle: float) -> None:
-    config = ScheduleConfig(name=name, warmup_steps=4, min_lr_ratio=0.1)
+    least = 0.0 if name is ScheduleName.constant else 0.1
+    config = ScheduleConfig(name=name, warmup_steps=4, min_lr_ratio=least)
     factors = [learning_rate_factor(step, config, 15) for step in range(15)]
     assert factors[:4] == [0.25, 0.5, 0.75, 1.0]
     assert factors[4] == pytest.approx(1.0) and factors[9] == pytest.approx(middle)
-    assert factors[14] == pytest.approx(1.0 if name is ScheduleName.constant else 0.1)
+    assert factors[14] == pytest.approx(least or 1.0)
 
 
 def test_a_warm_up_longer_than_the_run_and_a_run_of_one_step_are_defined() -> None:
