@@ -248,13 +248,14 @@ class DataConfig:
         held_out_per_task: items per task kept for the exact-match evaluation; never in the training set, nor is an
             item that equals one of them up to operand order, list order or letter case.
         max_length: longest sequence in tokens; a longer one is cut and counted in a warning.
-        length_group_batches: batches whose samples are sorted by length together; 1 does not sort.
+        length_group_batches: batches whose samples are sorted by length together, which saves padding and may slow learning;
+            1 does not sort.
     """
 
     tasks: list[TaskConfig] = field(default_factory=list)
     held_out_per_task: int = 67
     max_length: int = 64
-    length_group_batches: int = 16
+    length_group_batches: int = 1
 
     def __post_init__(self) -> None:
         _require(len(self.tasks) >= 1, "data.tasks is empty: name at least one reasoning-gym task")
