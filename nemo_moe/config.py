@@ -184,6 +184,10 @@ class DistributedConfig:
 
     ep_size divides fsdp_size * tp_size and the number of experts, and is a multiple of tp_size.
     `distributed.mesh.MeshSizes` holds the rules.
+
+    Attributes:
+        timeout_minutes: how long a collective may wait before the job is ended.
+        hang_report_minutes: after so long without progress, which rank is in which collective is printed; the run goes on.
     """
 
     fsdp_size: int | None = None
@@ -191,12 +195,13 @@ class DistributedConfig:
     tp_size: int = 1
     ep_size: int = 1
     timeout_minutes: float = 10.0
+    hang_report_minutes: float = 2.0
 
     def __post_init__(self) -> None:
         for name in ("fsdp_size", "dp_replicate_size", "tp_size", "ep_size"):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"distributed.{name} must be 1 or more, found {value}")
-        _positive(distributed__timeout_minutes=self.timeout_minutes)
+        _positive(distributed__timeout_minutes=self.timeout_minutes, distributed__hang_report_minutes=self.hang_report_minutes)
 
 
 @dataclass(kw_only=True)
@@ -369,6 +374,41 @@ class ValidationConfig:
 
 
 @dataclass(kw_only=True)
+class CheckpointConfig:
+    """What is saved to go on from: model, optimizer, schedule, position in the data, random states, in output_dir/checkpoints.
+
+    A run that is asked to stop (SIGTERM, SIGINT) saves one whatever `every_steps` says.
+
+    Attributes:
+        every_steps: optimizer steps between checkpoints; the last step gets one too. null saves none on its own.
+        keep_last: how many of the newest to keep.
+        keep_best: also keep the one with the lowest validation loss; each checkpoint is validated first then.
+        async_save: write while training goes on, from a copy in CPU memory; a save is awaited before the next and at the end.
+        resume: null starts anew, `latest` goes on from output_dir's newest checkpoint, `auto` does so where there is
+            one and else starts anew; or the folder of a checkpoint.
+        grace_seconds: after a signal, how long saving and leaving may take before the process is ended.
+    """
+
+    every_steps: int | None = None
+    keep_last: int = 2
+    keep_best: bool = False
+    async_save: bool = False
+    resume: str | None = None
+    grace_seconds: float = 120.0
+
+    def __post_init__(self) -> None:
+        _positive(
+            checkpoint__every_steps=self.every_steps, checkpoint__keep_last=self.keep_last, checkpoint__grace_seconds=self.grace_seconds
+        )
+        _require(self.resume != "", "checkpoint.resume is empty: write null, auto, latest or the folder of a checkpoint")
+        for key in ("keep_best", "async_save"):
+            _require(
+                self.every_steps is not None or not getattr(self, key),
+                f"checkpoint.{key} is true, but checkpoint.every_steps is null, so nothing is saved on its own; set it",
+            )
+
+
+@dataclass(kw_only=True)
 class WandbConfig:
     """Weights & Biases, on rank 0 only; its failure never stops a run."""
 
@@ -396,7 +436,7 @@ class LoggingConfig:
 
 @dataclass(kw_only=True)
 class RunConfig:
-    """A whole run. `output_dir` receives the resolved config, the logs and the model in Hugging Face's layout."""
+    """A whole run. `output_dir` receives the resolved config, the logs, checkpoints, and the model in Hugging Face's layout."""
 
     model: ModelConfig
     data: DataConfig
@@ -407,6 +447,7 @@ class RunConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     precision: Precision = Precision.bf16
     device: Device = Device.auto
