@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from nemo_moe.compose import ConfigError, load_recipe, to_yaml
+from nemo_moe.stopping import StopRequest
 
 _GRACE_SECONDS = 10.0  # a node's first rank may be that much slower to import torch; torchrun ends the wait when it exits
 
@@ -28,8 +29,15 @@ def run_finetune_rank(argv: Sequence[str]) -> int:
         argv: recipe, then overrides (and --print-config).
 
     Returns:
-        The exit code: 0, 1 for a run that stopped for a reason all ranks know, 2 for a config that cannot run.
+        The exit code: 0 (also after a signal, with a checkpoint saved), 1 for a run that failed for a reason all ranks
+        know, 2 for a config that cannot run.
     """
+    # First of all: imports take seconds, and a signal that comes meanwhile is to be obeyed like any other.
+    with StopRequest(announce="RANK" not in os.environ) as stop:
+        return _run(argv, stop)
+
+
+def _run(argv: Sequence[str], stop: StopRequest) -> int:
     try:
         arguments = FinetuneParser("finetune").parse_intermixed_args(list(argv))
         config = load_recipe(arguments.recipe, arguments.overrides)
@@ -52,7 +60,7 @@ def run_finetune_rank(argv: Sequence[str]) -> int:
     except (ValueError, ImportError) as error:
         return _fail(error, 2)
     try:
-        finetune(config)
+        finetune(config, stop)
     except StartError as error:
         return _fail(error, 2)
     except (TrainingStopped, SaveError) as error:

@@ -26,6 +26,7 @@ from nemo_moe.models.decoder import DecoderForCausalLM
 from nemo_moe.registry import MODELS
 from nemo_moe.resolve import Resolved, model_config
 from nemo_moe.train.optimizer import build_optimizer
+from nemo_moe.train.resume import Resume, check_same_run
 from nemo_moe.train.runtime import agreed, require_same_on_all_ranks
 from nemo_moe.train.schedule import build_schedule, total_steps
 from nemo_moe.train.step import LossCoefficients
@@ -46,12 +47,14 @@ class Run:
         config: as given.
         model: parallelized, on its device.
         model_config: the family's config, as the saved folder will have it.
+        data_digest: see `data.build.digest`.
         loader, validation_loader: of training and of held-out samples.
         steps: optimizer steps of the run.
     """
 
     config: RunConfig
     data: DataBundle
+    data_digest: str
     model: DecoderForCausalLM
     model_config: Any
     meshes: Meshes
@@ -63,22 +66,29 @@ class Run:
     steps: int
 
 
-def assemble(config: RunConfig, resolved: Resolved) -> Run:
+def assemble(config: RunConfig, resolved: Resolved, resume: Resume | None = None) -> Run:
     """Build everything. Collective.
+
+    Args:
+        resume: the checkpoint that the run will be put to; its weights need not come from anywhere else then.
 
     Raises:
         StartError: on all ranks, when one of them found something a user has to change.
     """
     data, family_config = agreed(lambda: data_and_model_config(config))
-    require_same_on_all_ranks(digest(data), _DATA_DIFFERS)
+    data_digest = digest(data)
+    require_same_on_all_ranks(data_digest, _DATA_DIFFERS)
+    if resume is not None:
+        agreed(lambda: check_same_run(resume, family_config.to_hf(), data_digest))
     meshes = build_meshes(resolved.sizes, resolved.device)
-    model = agreed(lambda: build_model(config, family_config, meshes))
+    model = agreed(lambda: build_model(config, family_config, meshes, with_weights=resume is None))
     optimizer = build_optimizer(model, config.optimizer)
     loader, validation_loader = agreed(lambda: _loaders(config, data, meshes))
     steps = total_steps(config.train, len(loader))
     return Run(
         config=config,
         data=data,
+        data_digest=data_digest,
         model=model,
         model_config=family_config,
         meshes=meshes,
@@ -151,12 +161,15 @@ def _tokenizer_of(folder: Path | None) -> PreTrainedTokenizerFast | None:
     return tokenizer
 
 
-def build_model(config: RunConfig, family_config: Any, meshes: Meshes) -> DecoderForCausalLM:
+def build_model(config: RunConfig, family_config: Any, meshes: Meshes, *, with_weights: bool = True) -> DecoderForCausalLM:
+    """The parallel model; without weights its parameters are uninitialised memory."""
     with torch.device("meta"):
         model: DecoderForCausalLM = MODELS.load(config.model.family)(family_config, config.backend, config.router)
     parallelize(model, meshes, config)
     model.to_empty(device=meshes.device)
     model.reset_buffers()
+    if not with_weights:
+        return model
     if config.model.folder is None:
         init_weights(model, config.seed, family_config.initializer_range)
     else:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +27,10 @@ from nemo_moe.data.chat import encode_prompts
 from nemo_moe.data.reasoning_gym import Problem
 
 _EVALUATION_BATCH = 128
+
+
+def _no_check() -> None:
+    """Nothing can interrupt."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +56,14 @@ def exact_match(
     device: torch.device | str = "cpu",
     dp_group: dist.ProcessGroup | None = None,
     batch_size: int = _EVALUATION_BATCH,
+    check: Callable[[], None] = _no_check,
 ) -> ExactMatch:
     """Answer all problems greedily and compare. Collective over all ranks; every rank gets the whole result.
 
     Generation may run to the length of the longest reference answer and its end token, no further.
+
+    Args:
+        check: called before each forward on all ranks; what it raises (on all of them) ends the evaluation.
 
     Raises:
         ValueError: no problems.
@@ -65,7 +73,7 @@ def exact_match(
     longest = max(len(ids) for ids in tokenizer([problem.answer for problem in problems], add_special_tokens=False)["input_ids"])
     questions = [problem.question for problem in problems]
     answers = greedy_answers(
-        model, tokenizer, questions, max_new_tokens=longest + 1, device=device, dp_group=dp_group, batch_size=batch_size
+        model, tokenizer, questions, max_new_tokens=longest + 1, device=device, dp_group=dp_group, batch_size=batch_size, check=check
     )
     right: dict[str, list[bool]] = {}
     for problem, answer in zip(problems, answers, strict=True):
@@ -84,6 +92,7 @@ def greedy_answers(
     device: torch.device | str = "cpu",
     dp_group: dist.ProcessGroup | None = None,
     batch_size: int = _EVALUATION_BATCH,
+    check: Callable[[], None] = _no_check,
 ) -> list[str | None]:
     """The most probable token at each position until the end token, for each question. Collective over all ranks.
 
@@ -95,6 +104,7 @@ def greedy_answers(
         dp_group: the ranks that answer different questions; ranks outside it (tensor parallel) repeat their work. None
             is one process.
         batch_size: rows of one forward on one rank.
+        check: see `exact_match`.
 
     Returns:
         The answers in the order of the questions, on every rank; None for one that has no end token in time. Special
@@ -114,7 +124,7 @@ def greedy_answers(
     try:
         for start in range(0, each, batch_size):
             rows = slice(start, min(start + batch_size, each))
-            tokens, done = _generate(model, mine[rows], rows.stop - start, max_new_tokens, eos, torch.device(device), dp_group)
+            tokens, done = _generate(model, mine[rows], rows.stop - start, max_new_tokens, eos, torch.device(device), dp_group, check)
             generated[rows], ended[rows] = tokens.cpu(), done.cpu()[:, None].to(torch.int64)
     finally:
         model.train(training)
@@ -137,6 +147,7 @@ def _generate(
     eos: int,
     device: torch.device,
     dp_group: dist.ProcessGroup | None,
+    check: Callable[[], None],
 ) -> tuple[Tensor, Tensor]:
     """Generate for up to `num_rows` prompts; rows without a prompt are padding throughout.
 
@@ -155,6 +166,7 @@ def _generate(
     ended = torch.zeros_like(active)
     columns = torch.arange(width, device=device)
     for _ in range(max_new_tokens):
+        check()
         longest = max(1, int(lengths.max()))
         mask = columns[:longest] < lengths[:, None]
         logits = model(ids[:, :longest], mask).logits

@@ -1,16 +1,17 @@
 """Everything a run reports, on rank 0 only: console, JSONL files and W&B, on one global step axis.
 
 The step is the number of completed optimizer steps, counted from 1; what is measured before training has step 0. The
-training and the validation records use the same number, everywhere.
+training and the validation records use the same number, everywhere, also in a run that goes on from a checkpoint.
 
 Files in the run folder: `config.yaml` (the recipe), `resolved.json` (the recipe and what it came to), `train.jsonl` (a
 record every `logging.every_steps` steps and at the last one), `validation.jsonl`. A run that starts anew in an old
-folder replaces them.
+folder replaces them; one that goes on from a checkpoint takes them up where they stood when it was saved.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import resource
 import sys
 from collections.abc import Callable, Mapping
@@ -25,6 +26,7 @@ from nemo_moe.train.progress import ProgressDisplay
 from nemo_moe.train.tracking import WandbRun
 
 Value = float | list[float]
+_FILES = ("train", "validation")
 
 
 class RunLogger:
@@ -35,9 +37,12 @@ class RunLogger:
         folder: the run folder; it exists.
         run_config: the config and what it was resolved to, as plain values, for W&B.
         rank: the global rank.
+        continued: the `position` of the run in this folder that is gone on with; None starts new files and a new W&B run.
     """
 
-    def __init__(self, config: LoggingConfig, folder: Path, run_config: dict[str, Any], rank: int) -> None:
+    def __init__(
+        self, config: LoggingConfig, folder: Path, run_config: dict[str, Any], rank: int, continued: Mapping[str, Any] | None = None
+    ) -> None:
         self._config = config
         self._folder = folder
         self._active = rank == 0
@@ -47,8 +52,9 @@ class RunLogger:
         self._wandb: WandbRun | None = None
         if self._active:
             self._display = ProgressDisplay(config.progress_bar)
-            self._files = {name: (folder / f"{name}.jsonl").open("w", buffering=1) for name in ("train", "validation")}
-            self._wandb = WandbRun(config.wandb, folder, run_config, self.warn, self.note)
+            position = continued or {}
+            self._files = {name: _open_at(folder / f"{name}.jsonl", position.get(name, 0)) for name in _FILES}
+            self._wandb = WandbRun(config.wandb, folder, run_config, self.warn, self.note, run_id=position.get("wandb"))
 
     def __enter__(self) -> RunLogger:
         return self
@@ -70,11 +76,11 @@ class RunLogger:
         """Print a warning."""
         self.note(f"warning: {text}")
 
-    def start(self, total_steps: int) -> None:
-        """Training begins: show progress."""
+    def start(self, total_steps: int, done: int = 0) -> None:
+        """Training begins, or goes on after `done` steps: show progress."""
         self._total_steps = total_steps
         if self._active:
-            self._display.start(total_steps)
+            self._display.start(total_steps, done)
 
     def end_progress(self) -> None:
         """Training is over: the bar stays as it is, and what follows is printed below it."""
@@ -109,10 +115,26 @@ class RunLogger:
             shown = (f"{name} {value:.4f}" for name, value in metrics.items() if isinstance(value, float))
             self.note(f"validation at step {step}: {', '.join(shown)}")
 
+    def position(self) -> dict[str, Any]:
+        """Where the records stand, for a checkpoint: bytes of each file, and the id of the W&B run. Empty on other ranks than 0."""
+        if not self._active:
+            return {}
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+        return {**{name: file.tell() for name, file in self._files.items()}, "wandb": None if self._wandb is None else self._wandb.run_id}
+
     def _write(self, name: str, step: int, metrics: Mapping[str, Value]) -> None:
         self._files[name].write(json.dumps({"step": step, **metrics}) + "\n")
         if self._wandb is not None:
             self._wandb.log({f"{name}/{key}": value for key, value in metrics.items()}, step)
+
+
+def _open_at(path: Path, size: int) -> IO[str]:
+    """Open for more lines after the first `size` bytes; what stands behind them is of steps that were not saved."""
+    with path.open("ab") as file:
+        file.truncate(min(size, file.tell()))
+    return path.open("a", buffering=1)
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -22,7 +22,8 @@ class _TimeLeftColumn(ProgressColumn):
     max_refresh = 1.0
 
     def render(self, task: Task) -> Text:
-        return Text(f"{_time_left(task.completed, task.total or 0, task.elapsed or 0.0)} left")
+        before = task.fields["done_before"]
+        return Text(f"{_time_left(task.completed - before, (task.total or 0) - before, task.elapsed or 0.0)} left")
 
 
 class ProgressDisplay:
@@ -37,7 +38,7 @@ class ProgressDisplay:
         self._console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False, soft_wrap=True)
         self._live = progress_bar and self._console.is_terminal
         self._progress: Progress | None = None
-        self._total, self._started = 0, time.monotonic()
+        self._total, self._done_before, self._started = 0, 0, time.monotonic()
 
     @property
     def live(self) -> bool:
@@ -49,14 +50,14 @@ class ProgressDisplay:
         self._console.print(text)
         sys.stdout.flush()
 
-    def start(self, total_steps: int) -> None:
-        """Begin to show progress towards `total_steps`."""
-        self._total, self._started = total_steps, time.monotonic()
+    def start(self, total_steps: int, done: int = 0) -> None:
+        """Begin to show progress from `done` towards `total_steps`."""
+        self._total, self._done_before, self._started = total_steps, done, time.monotonic()
         if self._live:
             columns = (BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("{task.fields[figures]}"), _TimeLeftColumn())
             # Two redraws a second: the thread that draws shares a core with the training on small machines.
             self._progress = Progress(*columns, console=self._console, refresh_per_second=2, expand=True)
-            self._progress.add_task("training", total=total_steps, figures="")
+            self._progress.add_task("training", total=total_steps, completed=done, figures="", done_before=done)
             self._progress.start()
 
     def update(self, step: int, figures: list[str], line: bool) -> None:
@@ -69,7 +70,8 @@ class ProgressDisplay:
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=step, figures=escape(" ".join(figures)))
         elif line:
-            left = _time_left(step, self._total, time.monotonic() - self._started)
+            before = self._done_before
+            left = _time_left(step - before, self._total - before, time.monotonic() - self._started)
             self.note("  ".join([f"step {step}/{self._total}", *figures, f"{left} left"]))
 
     def stop(self) -> None:

@@ -14,9 +14,12 @@ from nemo_moe.train.evaluate import ExactMatch
 
 
 class Accuracy(NamedTuple):
-    """Held-out exact match before and after training, and what always giving the most frequent answer would score."""
+    """Held-out exact match before and after training, and what always giving the most frequent answer would score.
 
-    before: ExactMatch
+    `before` is None where nobody looked: the run goes on from a checkpoint of one that did not.
+    """
+
+    before: ExactMatch | None
     after: ExactMatch
     frequent_answer: str
     frequent_accuracy: float
@@ -26,7 +29,7 @@ def accuracy_lines(accuracy: Accuracy, problems: Sequence[Problem], show: int) -
     """The score against its baseline, by task, and `show` answers spread over the tasks."""
     lines = [
         f"held-out exact match ({len(problems)} items):",
-        f"  before training        {accuracy.before.accuracy:7.1%}",
+        *([f"  before training        {accuracy.before.accuracy:7.1%}"] if accuracy.before is not None else []),
         f"  after training         {accuracy.after.accuracy:7.1%}   "
         + ", ".join(f"{task} {share:.1%}" for task, share in accuracy.after.per_task.items()),
         f"  most frequent answer   {accuracy.frequent_accuracy:7.1%}   (always answering {accuracy.frequent_answer!r})",

@@ -52,8 +52,10 @@ def _available_cores() -> int:
 
 
 @contextmanager
-def process_group(backend: str, timeout_minutes: float, device: torch.device) -> Iterator[None]:
+def process_group(backend: str, timeout_minutes: float, device: torch.device) -> Iterator[dist.Store | None]:
     """The default process group for the time of a run. One that exists already is used and left alone.
+
+    Yields the store it was made with, which all ranks can reach; None for a group that existed.
 
     Args:
         backend: "gloo" or "nccl".
@@ -64,7 +66,7 @@ def process_group(backend: str, timeout_minutes: float, device: torch.device) ->
         StartError: ranks came with different backends; on all ranks, before any of them waits for the others' group.
     """
     if dist.is_initialized():
-        yield
+        yield None
         return
     timeout = timedelta(minutes=timeout_minutes)
     bound = device if device.type == "cuda" else None
@@ -74,10 +76,11 @@ def process_group(backend: str, timeout_minutes: float, device: torch.device) ->
         _require_one_backend(store, rank, ranks, backend)
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout, device_id=bound)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=bound)
+        store = dist.HashStore()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=bound)
     alone = dist.get_world_size() == 1
     try:
-        yield
+        yield store
     except BaseException:
         # After a failure the other ranks may be inside a collective, and taking the group down could wait for them.
         if alone:

@@ -7,6 +7,7 @@ One optimizer step is one schedule step, so a schedule needs the number of optim
 from __future__ import annotations
 
 import math
+import warnings
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -42,3 +43,11 @@ def learning_rate_factor(step: int, config: ScheduleConfig, steps: int) -> float
 def build_schedule(optimizer: Optimizer, config: ScheduleConfig, steps: int) -> LambdaLR:
     """A torch LambdaLR; call `step()` once after each optimizer step."""
     return LambdaLR(optimizer, lambda step: learning_rate_factor(step, config, steps))
+
+
+def set_schedule(schedule: LambdaLR, steps_done: int) -> None:
+    """Put a schedule where it is after so many optimizer steps, and the learning rates of its optimizer with it."""
+    schedule.last_epoch = steps_done - 1
+    with warnings.catch_warnings():  # torch takes a schedule that moves on without an update for a mistake
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+        schedule.step()

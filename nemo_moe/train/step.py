@@ -53,6 +53,7 @@ class StepResult:
         grad_norm: before clipping, over all parameters.
         label_tokens, tokens: of the whole step; tokens excludes padding.
         tokens_per_expert: [N, E] fp32 on the CPU, over all ranks and micro-batches; [0, 0] for a dense model.
+        stop: whether some rank asked for a stop before this step.
     """
 
     loss: float
@@ -62,6 +63,7 @@ class StepResult:
     label_tokens: int
     tokens: int
     tokens_per_expert: Tensor
+    stop: bool
 
 
 def train_step(
@@ -72,6 +74,8 @@ def train_step(
     coefficients: LossCoefficients,
     max_grad_norm: float | None,
     step: int,
+    *,
+    stop: bool = False,
 ) -> StepResult:
     """Train on one optimizer step's micro-batches; collective.
 
@@ -80,12 +84,13 @@ def train_step(
         micro_batches: this rank's, on any device; as many on every rank.
         max_grad_norm: None does not clip.
         step: the global step, for messages.
+        stop: this rank asks all to stop after this step; it travels with the counts.
 
     Raises:
         TrainingStopped: the loss or the gradient norm is not finite; the weights are those from before the step.
     """
     optimizer.zero_grad()
-    sums = _accumulate_gradients(model, micro_batches, meshes, coefficients)
+    sums = _accumulate_gradients(model, micro_batches, meshes, coefficients, stop)
     # Both sums over ranks are under way before either is awaited.
     pending = dist.all_reduce(sums.losses, group=meshes.dp_group, async_op=True)
     grad_norm = clip_grad_norm_(model, meshes, max_grad_norm)
@@ -106,7 +111,7 @@ class _Sums:
     """Device values of one step.
 
     Attributes:
-        counts: [2] int64 label and real tokens over all ranks.
+        counts: [3] int64 over all ranks: label tokens, real tokens, ranks that ask for a stop.
         losses: [3] fp32 main, load-balance and z-loss: this rank's parts.
         tokens_per_expert: [N, E] over all ranks.
     """
@@ -116,9 +121,12 @@ class _Sums:
     tokens_per_expert: Tensor
 
 
-def _accumulate_gradients(model: nn.Module, micro_batches: Sequence[MicroBatch], meshes: Meshes, coefficients: LossCoefficients) -> _Sums:
+def _accumulate_gradients(
+    model: nn.Module, micro_batches: Sequence[MicroBatch], meshes: Meshes, coefficients: LossCoefficients, stop: bool
+) -> _Sums:
     device = meshes.device
-    counts = torch.stack([_counts(batch) for batch in micro_batches]).sum(dim=0).to(device)
+    counts = torch.stack([_counts(batch) for batch in micro_batches]).sum(dim=0)
+    counts = torch.cat([counts, torch.tensor([int(stop)])]).to(device)
     # Awaited when the first loss needs it, so that it travels during the first forward.
     pending = dist.all_reduce(counts, group=meshes.dp_group, async_op=True)
     losses = torch.zeros(3, dtype=torch.float32, device=device)
@@ -155,7 +163,7 @@ def _to_host(sums: _Sums, grad_norm: Tensor, coefficients: LossCoefficients) -> 
     """The step's one host synchronisation. float64 holds every count exactly."""
     parts = [sums.counts.double(), sums.losses.double(), grad_norm.double().reshape(1), sums.tokens_per_expert.double().flatten()]
     values = torch.cat(parts).cpu()
-    label_tokens, tokens, loss, balance, router_z, norm = values[:6].tolist()
+    label_tokens, tokens, stop, loss, balance, router_z, norm = values[:7].tolist()
     return StepResult(
         loss=loss,
         load_balance_loss=balance if coefficients.load_balance > 0 else None,
@@ -163,5 +171,6 @@ def _to_host(sums: _Sums, grad_norm: Tensor, coefficients: LossCoefficients) -> 
         grad_norm=norm,
         label_tokens=int(label_tokens),
         tokens=int(tokens),
-        tokens_per_expert=values[6:].float().view(sums.tokens_per_expert.shape),
+        tokens_per_expert=values[7:].float().view(sums.tokens_per_expert.shape),
+        stop=stop > 0,
     )

@@ -31,18 +31,28 @@ class WandbRun:
         run_config: the resolved config of the run, as plain values.
         warn: called with the reason, once, when wandb cannot be used (any longer).
         note: called with where the run is.
+        run_id: of the run to go on with; None begins one.
     """
 
     def __init__(
-        self, config: WandbConfig, folder: Path, run_config: dict[str, Any], warn: Callable[[str], None], note: Callable[[str], None]
+        self,
+        config: WandbConfig,
+        folder: Path,
+        run_config: dict[str, Any],
+        warn: Callable[[str], None],
+        note: Callable[[str], None],
+        *,
+        run_id: str | None = None,
     ) -> None:
         self._warn = warn
         self._run: Any = None
+        self.run_id = run_id
         mode = resolve_mode(config.mode)
         if mode == "disabled":
             return
         try:
-            self._run = _start(config, mode, folder, run_config)
+            self._run = _start(config, mode, folder, run_config, run_id)
+            self.run_id = self._run.id
         except Exception as error:  # whatever wandb raises: a tracker must not end a run
             self._give_up("could not start", error)
             return
@@ -100,7 +110,7 @@ def has_api_key() -> bool:
     return False
 
 
-def _start(config: WandbConfig, mode: Mode, folder: Path, run_config: dict[str, Any]) -> Any:
+def _start(config: WandbConfig, mode: Mode, folder: Path, run_config: dict[str, Any], run_id: str | None) -> Any:
     import wandb  # seconds; only rank 0 of a run that logs to it pays
 
     # console off: it must not wrap the stdout that the progress bar draws on.
@@ -108,4 +118,5 @@ def _start(config: WandbConfig, mode: Mode, folder: Path, run_config: dict[str, 
     if "finish_timeout" in wandb.Settings.model_fields:  # not in older versions
         options["finish_timeout"] = _FINISH_TIMEOUT
     settings = wandb.Settings(**options)
-    return wandb.init(project=config.project, name=config.name, mode=mode, dir=str(folder), config=run_config, settings=settings)
+    known: dict[str, Any] = {} if run_id is None else {"id": run_id, "resume": "allow"}
+    return wandb.init(project=config.project, name=config.name, mode=mode, dir=str(folder), config=run_config, settings=settings, **known)

@@ -1,0 +1,124 @@
+"""The folder `checkpoints` of a run: which steps are there, which is the latest and which the best.
+
+    step-00000120/   a checkpoint that all ranks have written and that was looked at: the name is given last
+    .step-00000130.partial/   one that is being written, or was when the job died; never read, removed by the next save
+    latest, best     text files that hold a folder's name, replaced in one move
+
+A folder is taken away by first giving it a hidden name, so what has a step's name is always whole. Only rank 0 calls
+what changes something here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+_STEP = re.compile(r"step-(\d{8,})")
+
+
+class StepFolders:
+    """The checkpoints of one run.
+
+    Args:
+        root: output_dir/checkpoints; made when the first checkpoint is begun.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def steps(self) -> dict[int, Path]:
+        """Step -> folder, in ascending order, of all that are complete."""
+        if not self.root.is_dir():
+            return {}
+        found = {int(match[1]): path for path in self.root.iterdir() if (match := _STEP.fullmatch(path.name)) and path.is_dir()}
+        return dict(sorted(found.items()))
+
+    def folder(self, step: int) -> Path:
+        """Where the checkpoint of a step is, or will be."""
+        return self.root / f"step-{step:08d}"
+
+    def partial(self, step: int) -> Path:
+        """Where it is being written."""
+        return self.root / f".step-{step:08d}.partial"
+
+    def latest(self) -> Path | None:
+        """The newest checkpoint, by the file `latest`; by number where that is missing, since all that have a name are whole."""
+        return self._named("latest") or next(reversed(self.steps().values()), None)
+
+    def best(self) -> Path | None:
+        """The checkpoint with the lowest validation loss."""
+        return self._named("best")
+
+    def begin(self, step: int) -> Path:
+        """An empty folder to write the checkpoint of a step into; what died half-written before is removed."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        for path in self.root.glob(".step-*"):
+            shutil.rmtree(path)
+        partial = self.partial(step)
+        partial.mkdir()
+        return partial
+
+    def publish(self, step: int, *, is_best: bool, keep_last: int) -> Path:
+        """Give what was written its name, make it the latest, and remove what is neither among the newest nor the best."""
+        folder = self.folder(step)
+        if folder.exists():  # the same step again, after going on from an older one
+            self._remove(folder)
+        _sync(self.partial(step))
+        self.partial(step).rename(folder)
+        self._point("latest", folder)
+        if is_best:
+            self._point("best", folder)
+        best = self.best()
+        for path in list(self.steps().values())[:-keep_last]:
+            if path not in (folder, best):
+                self._remove(path)
+        return folder
+
+    def abandon(self, step: int) -> None:
+        """Remove what a failed save left."""
+        shutil.rmtree(self.partial(step), ignore_errors=True)
+
+    def remove_all(self) -> None:
+        """Remove every checkpoint."""
+        for name in ("latest", "best"):
+            (self.root / name).unlink(missing_ok=True)
+        for folder in self.steps().values():
+            self._remove(folder)
+        if self.root.is_dir() and not any(self.root.iterdir()):
+            self.root.rmdir()
+
+    def _named(self, pointer: str) -> Path | None:
+        path = self.root / pointer
+        if not path.is_file():
+            return None
+        name = path.read_text(encoding="utf-8", errors="replace").strip()
+        # Only a step's name counts: the file may not lead anywhere else.
+        return self.root / name if _STEP.fullmatch(name) and (self.root / name).is_dir() else None
+
+    def _point(self, pointer: str, folder: Path) -> None:
+        partial = self.root / f".{pointer}.partial"
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(folder.name + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, self.root / pointer)
+        _sync(self.root)
+
+    def _remove(self, folder: Path) -> None:
+        hidden = folder.with_name(f".{folder.name}.removed")
+        shutil.rmtree(hidden, ignore_errors=True)
+        folder.rename(hidden)
+        shutil.rmtree(hidden)
+
+
+def _sync(folder: Path) -> None:
+    """Put a folder's entries on the disk, where the system can."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        pass  # some network file systems cannot, and have no need to
+    finally:
+        os.close(descriptor)

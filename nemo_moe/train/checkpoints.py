@@ -1,0 +1,165 @@
+"""Saving a run and going on with it: what a checkpoint holds besides tensors, and when it counts.
+
+A checkpoint is a folder of DCP files (`checkpoint.training_state`), `state.json` (where the run stands, in the data too,
+and the whole config), the tokenizer and the model's Hugging Face config, so that it can be exported without the recipe.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nemo_moe import __version__
+from nemo_moe.checkpoint.dcp import read_index, write_tensors
+from nemo_moe.checkpoint.folder_writer import SaveError
+from nemo_moe.checkpoint.shards import LocalShard
+from nemo_moe.checkpoint.step_folders import StepFolders
+from nemo_moe.checkpoint.together import on_rank_zero
+from nemo_moe.checkpoint.training_state import restore, training_boxes
+from nemo_moe.train.assemble import Run
+from nemo_moe.train.progress_state import Progress
+from nemo_moe.train.resume import FORMAT, STATE_FILE, Resume, read_state
+from nemo_moe.train.schedule import set_schedule
+
+MODEL_CONFIG_FILE = "model_config.json"
+TOKENIZER_FOLDER = "tokenizer"
+
+
+def restore_run(run: Run, resume: Resume, group: dist.ProcessGroup) -> bool:
+    """Put a new run where the checkpoint was. Collective.
+
+    Returns:
+        Whether the random generators are as they were; not on another number of ranks.
+
+    Raises:
+        ValueError: the checkpoint is damaged or does not fit.
+    """
+    same_random = restore(run.model, run.optimizer, resume.folder, rank=dist.get_rank(), ranks_then=int(resume.state["ranks"]), group=group)
+    run.loader.load_state_dict(resume.state["loader"])
+    # The learning rate is a function of the step and of this run's config, which may have changed.
+    set_schedule(run.schedule, resume.progress.step)
+    return same_random
+
+
+class Checkpoints:
+    """Saves the checkpoints of a run, now or in the background.
+
+    Args:
+        run: what is saved.
+        record: the config and what it came to, as plain values.
+        data_digest: see `data.build.digest`.
+        folders: where.
+        group: all ranks, over gloo; of a save alone, because one in the background uses it while training goes on.
+    """
+
+    def __init__(self, run: Run, record: Mapping[str, Any], folders: StepFolders, group: dist.ProcessGroup) -> None:
+        self._run, self._record, self._folders, self._group = run, record, folders, group
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._saved: dict[str, Any] | None = None
+
+    def is_due(self, step: int) -> bool:
+        """Whether a checkpoint of this step is asked for."""
+        every = self._run.config.checkpoint.every_steps
+        return every is not None and step > 0 and (step % every == 0 or step == self._run.steps)
+
+    def failed(self) -> bool:
+        """Whether a save in the background has failed on this rank; `wait` raises it."""
+        return self._error is not None
+
+    def save(self, progress: Progress, log_position: Mapping[str, Any], *, in_background: bool = False) -> None:
+        """Save the run as it stands. Collective. Nothing happens where the very same was saved last.
+
+        Args:
+            log_position: of `RunLogger.position`, on rank 0.
+            in_background: return as soon as all tensors are copied to CPU memory.
+
+        Raises:
+            SaveError: this save, or the one before in the background, failed; on all ranks. Older checkpoints are as they were.
+        """
+        self.wait()
+        state = self._state(progress, log_position)
+        if state["progress"] == self._saved:
+            return
+        boxes = training_boxes(self._run.model, self._run.optimizer, dist.get_rank())
+        is_best = self._run.config.checkpoint.keep_best and progress.best_step == progress.step
+        if not in_background:
+            self._write(progress.step, boxes, state, is_best)
+        else:
+            copies = [dataclasses.replace(box, tensor=box.tensor.to("cpu", copy=True)) for box in boxes]
+            # Not a daemon: leaving the program waits for it.
+            self._thread = threading.Thread(target=self._write_in_background, args=(progress.step, copies, state, is_best))
+            self._thread.start()
+        self._saved = state["progress"]
+
+    def wait(self) -> None:
+        """Until a save in the background is over. Raises SaveError if it failed; on all ranks that saved."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            self._saved = None
+            raise error
+
+    def remove_all(self) -> None:
+        """Remove all checkpoints of the run. Collective."""
+        on_rank_zero(self._folders.remove_all, f"removing {self._folders.root}", self._group)
+
+    def _write_in_background(self, *arguments: Any) -> None:
+        if self._run.meshes.device.type == "cuda":
+            torch.cuda.set_device(self._run.meshes.device)  # a new thread begins with device 0
+        try:
+            self._write(*arguments)
+        except Exception as error:
+            self._error = error
+
+    def _write(self, step: int, boxes: list[LocalShard], state: dict[str, Any], is_best: bool) -> None:
+        folders = self._folders
+        what = f"saving {folders.folder(step)}"
+        on_rank_zero(lambda: folders.begin(step), what, self._group)
+        try:
+            write_tensors(boxes, folders.partial(step), self._group)
+        except SaveError as error:
+            on_rank_zero(lambda: folders.abandon(step), what, self._group)
+            raise SaveError(f"{what} failed: {error}; older checkpoints are as they were") from error
+
+        def finish() -> None:
+            try:
+                self._finish(step, state, is_best)
+            except Exception:
+                folders.abandon(step)
+                raise
+
+        on_rank_zero(finish, what, self._group)
+
+    def _finish(self, step: int, state: dict[str, Any], is_best: bool) -> None:
+        """On rank 0: write what is no tensor, look at the whole, and make it the latest."""
+        partial = self._folders.partial(step)
+        self._run.data.tokenizer.save_pretrained(partial / TOKENIZER_FOLDER)
+        (partial / MODEL_CONFIG_FILE).write_text(json.dumps(state["model_config"], indent=2) + "\n", encoding="utf-8")
+        with (partial / STATE_FILE).open("w", encoding="utf-8") as file:
+            json.dump(state, file, indent=2)
+        read_index(partial)
+        read_state(partial)
+        self._folders.publish(step, is_best=is_best, keep_last=self._run.config.checkpoint.keep_last)
+
+    def _state(self, progress: Progress, log_position: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "progress": progress.to_dict(),
+            "loader": self._run.loader.state_dict(),
+            "log": dict(log_position),
+            "ranks": dist.get_world_size(),
+            "data_digest": self._run.data_digest,
+            "model_config": self._run.model_config.to_hf(),
+            "versions": {"nemo_moe": __version__, "torch": torch.__version__},
+            "config": {key: value for key, value in self._record.items() if key != "resolved"},
+            "resolved": self._record["resolved"],
+        }
