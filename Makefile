@@ -58,6 +58,7 @@ install: uv
 	@$(BIN)/python -m pip check || { echo "if pyproject.toml has changed, run: make lock" >&2; exit 1; }
 
 demo: setup
+	@case $(NPROC) in 1|2|4|8) ;; *) echo "NPROC must be 1, 2, 4 or 8 (the demo's 8 experts and batches of 128 are dealt to them); found $(NPROC)" >&2; exit 1;; esac
 	$(BIN)/nemo-moe finetune demo --nproc-per-node $(NPROC) device=$(DEVICE) $(FIT_$(NPROC)) $(ARGS)
 
 test: lint typecheck

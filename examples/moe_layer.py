@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
+    return float((found - expected).detach().norm() / expected.detach().norm())
 
 
 if __name__ == "__main__":

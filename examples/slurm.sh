@@ -12,11 +12,15 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=64
 #SBATCH --time=04:00:00
+# SIGTERM three minutes before the time is up leaves time for a step and a checkpoint; the run then exits with 0, and the same
+# command submitted again goes on. After a preemption Slurm submits it itself.
+#SBATCH --signal=TERM@180
+#SBATCH --requeue
 set -euo pipefail
 
 first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
-srun nemo-moe finetune "$@" \
+srun nemo-moe finetune "$@" checkpoint.resume=auto \
   --nnodes "$SLURM_JOB_NUM_NODES" \
   --nproc-per-node "$SLURM_GPUS_ON_NODE" \
   --rdzv-id "$SLURM_JOB_ID" \

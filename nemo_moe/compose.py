@@ -23,16 +23,19 @@ from typing import Any
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_moe.config import RunConfig
-from nemo_moe.schema import Problem, build, join
+from nemo_moe.schema import FOREIGN_KEYS, Problem, build, join
 
 # Sections whose keys are not this package's: what a base recipe set there may be taken out again with ~.
 FREE_KEY = re.compile(r"model\.config\..+|data\.tasks\.\d+\.params\..+")
+
+
+_MOST_VALUES = 100_000  # of a recipe; a few nested aliases come to billions
 
 
 class ConfigError(ValueError):
@@ -52,6 +55,8 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> RunConfig:
     """
     path = find_recipe(name_or_path)
     sources = dict(_key_lines(path))
+    if "hydra" in sources:  # Hydra would take the section out, so that nothing below would see it
+        raise ConfigError(f"recipe {name_or_path!r}: hydra: {FOREIGN_KEYS['hydra']} ({sources['hydra']})")
     parsed = [_parse_override(text) for text in overrides]
     values = _apply_overrides(_compose_file(path), parsed, sources)
     problems: list[Problem] = []
@@ -73,7 +78,16 @@ def to_plain(config: RunConfig) -> dict[str, Any]:
 
 def to_yaml(config: RunConfig) -> str:
     """A config as YAML that `load_recipe` reads back to an equal config."""
-    return OmegaConf.to_yaml(OmegaConf.create(to_plain(config)))
+    return OmegaConf.to_yaml(OmegaConf.create(_without_interpolations(to_plain(config))))
+
+
+def _without_interpolations(value: Any) -> Any:
+    """Plain values in which every `${` is marked as text, since OmegaConf would replace it."""
+    if isinstance(value, dict):
+        return {key: _without_interpolations(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_interpolations(item) for item in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def recipe_folder() -> Path:
@@ -97,9 +111,13 @@ def find_recipe(name_or_path: str) -> Path:
     names = list_recipes()
     if name_or_path in names:
         return recipe_folder() / f"{name_or_path}.yaml"
-    path = Path(name_or_path).expanduser()
-    if name_or_path.endswith(".yaml") and path.is_file():
-        return path.resolve()
+    try:
+        path = Path(name_or_path).expanduser()
+        if name_or_path.endswith(".yaml") and path.is_file():
+            return path.resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, the home folder of nobody, a zero byte
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"recipe {name_or_path[:200]!r}: {reason}") from error
     what = "no such file" if name_or_path.endswith(".yaml") else "no recipe of that name, and no path of a .yaml file"
     near = difflib.get_close_matches(path.stem, list(names), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -133,13 +151,15 @@ def _defaults(root: yaml.MappingNode, path: Path) -> tuple[list[Any], int]:
     for key, value in root.value:
         if key.value == "defaults":
             line = key.start_mark.line + 1
-            parts = yaml.safe_load(yaml.serialize(value)) or []
+            parts = yaml.SafeLoader("").construct_document(value)
     if not isinstance(parts, list):
         raise ConfigError(f"{path} line {line}: defaults needs a list, such as [base, _self_]")
     return (parts if "_self_" in parts else [*parts, "_self_"]), line
 
 
 def _inherited_file(path: Path, part: str, line: int, heirs: tuple[Path, ...]) -> Path:
+    if Path(part).is_absolute() or ".." in Path(part).parts:
+        raise ConfigError(f"{path} line {line}: inherits from {part!r}, but a recipe inherits from files of its own folder only")
     file = path.parent / f"{part.removesuffix('.yaml')}.yaml"
     if file == path or file in heirs:
         raise ConfigError(f"{path} line {line}: inherits from {part!r}, which inherits from it")
@@ -154,6 +174,8 @@ def _inherited_file(path: Path, part: str, line: int, heirs: tuple[Path, ...]) -
 def _yaml_tree(path: Path) -> yaml.MappingNode:
     try:
         root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        if root is not None and _written_out(root, {}) > _MOST_VALUES:
+            raise ConfigError(f"{path}: comes to more than {_MOST_VALUES} values with its aliases (*name) written out; use fewer")
         OmegaConf.load(path)  # refuses what the tree alone does not show: a key given twice, a tag it does not know
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -164,6 +186,16 @@ def _yaml_tree(path: Path) -> yaml.MappingNode:
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{path}: {'is empty' if root is None else 'is not a mapping of keys'}; a recipe starts like `model:`")
     return root
+
+
+def _written_out(node: yaml.Node, known: dict[int, int]) -> int:
+    """How many values a node comes to when each alias stands for a copy, without making them."""
+    if id(node) not in known:
+        known[id(node)] = _MOST_VALUES + 1  # what it counts as inside itself: an alias of what it is part of has no end
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        children = node.value if isinstance(node, yaml.SequenceNode) else [each for pair in pairs for each in pair]
+        known[id(node)] = 1 + sum(_written_out(child, known) for child in children)
+    return known[id(node)]
 
 
 def _lines_below(node: yaml.Node, path: str, file: str) -> Iterator[tuple[str, str]]:
@@ -199,11 +231,14 @@ def _parse_override(text: str) -> Override:
     except HydraException as error:
         reason = str(error).splitlines()[0]
         quoted = value.replace('"', '\\"')
-        raise ConfigError(f"override {text!r}: {reason}; a value with special characters needs quotes: '{key}=\"{quoted}\"'") from error
+        dotted = re.sub(r"\[(\w+)\]", r".\1", key)
+        fix = f"a value with special characters needs quotes: '{key}=\"{quoted}\"'"
+        raise ConfigError(f"override {text!r}: {reason}; {fix if dotted == key else f'write {dotted}={value}'}") from error
     if not override.key_or_group or override.package is not None:
         raise ConfigError(f"override {text!r}: {override.input_line!r} names no key; write key=value, such as optimizer.lr=1e-4")
     if override.is_sweep_override():
-        raise ConfigError(f"override {text!r}: is a sweep over several values, and a run has one; for a list write {key}=[{value}]")
+        fix = f"for a list write {key}=[{value}]" if override.value_type is ValueType.SIMPLE_CHOICE_SWEEP else "write that one"
+        raise ConfigError(f"override {text!r}: is a sweep over several values, and a run has one; {fix}")
     return override
 
 
@@ -213,7 +248,7 @@ def _apply_overrides(config: DictConfig, overrides: list[Override], sources: dic
         key, text = override.key_or_group, override.input_line
         try:
             if override.is_delete():
-                _delete(config, key)
+                _delete(config, override)
             else:
                 OmegaConf.update(config, key, override.value(), merge=True, force_add=True)
         except (OmegaConfBaseException, ValueError, TypeError, IndexError) as error:
@@ -226,13 +261,17 @@ def _apply_overrides(config: DictConfig, overrides: list[Override], sources: dic
         raise ConfigError(f"{error.full_key or 'an interpolation'}: {message}") from error
 
 
-def _delete(config: DictConfig, key: str) -> None:
+def _delete(config: DictConfig, override: Override) -> None:
+    """Take a key out; `~key=value` only where that is its value."""
+    key = override.key_or_group
     parent, _, name = key.rpartition(".")
     if not FREE_KEY.fullmatch(key):
         raise ValueError("only keys of model.config and of a task's params can be taken out; give another key a value instead")
     section = OmegaConf.select(config, parent)
     if not isinstance(section, DictConfig) or name not in section:
         raise ValueError(f"{key} is not there to be taken out")
+    if override.value_type is not None and section[name] != override.value():
+        raise ValueError(f"{key} is {section[name]!r}, not {override.value()!r}; write ~{key} to take it out whatever it is")
     del section[name]
 
 

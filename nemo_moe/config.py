@@ -12,7 +12,13 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from nemo_moe.checks import home_expanded, member, not_negative, positive, require, sizes, within
+from nemo_moe.layer_config import BackendConfig as BackendConfig, MoEConfig as MoEConfig, ScoreFunction as ScoreFunction
 from nemo_moe.registry import DISPATCHERS, EXPERTS, MODELS
+
+_MINUTES = (0.01, 60 * 24 * 365)  # half a second to a year: what timers and process groups take
+HALF_OF_SEEDS = 2**31  # of a task's items; some tasks seed numpy, which takes 32 bits (data/reasoning_gym.py says what the halves are for)
+HELD_OUT_TRIES = 50  # generated items per held-out item wanted, before the question space counts as too small
 
 
 class Precision(str, Enum):
@@ -28,13 +34,6 @@ class Device(str, Enum):
     auto = "auto"
     cpu = "cpu"
     cuda = "cuda"
-
-
-class ScoreFunction(str, Enum):
-    """How router logits become scores."""
-
-    softmax = "softmax"
-    sigmoid = "sigmoid"
 
 
 class ActivationCheckpointing(str, Enum):
@@ -62,95 +61,6 @@ class WandbMode(str, Enum):
     disabled = "disabled"
 
 
-def _require(ok: bool, message: str) -> None:
-    if not ok:
-        raise ValueError(message)
-
-
-def _positive(**values: float | None) -> None:
-    for name, value in values.items():
-        _require(value is None or value > 0, f"{name.replace('__', '.')} must be above 0, found {value}")
-
-
-def _not_negative(**values: float | None) -> None:
-    for name, value in values.items():
-        _require(value is None or value >= 0, f"{name.replace('__', '.')} must be 0 or more, found {value}")
-
-
-@dataclass(kw_only=True)
-class BackendConfig:
-    """Who moves the tokens and who multiplies them.
-
-    Attributes:
-        dispatcher: how tokens travel to the ranks that own their experts; a name in `registry.DISPATCHERS`.
-        dispatcher_num_sms: streaming multiprocessors the dispatcher may use; null is its measured default. Refused
-            where the dispatcher has no such knob.
-        dispatcher_async_dispatch: overlap dispatch with other work; refused where the dispatcher cannot.
-        experts: who computes the experts; a name in `registry.EXPERTS`.
-    """
-
-    dispatcher: str = "all_to_all"
-    dispatcher_num_sms: int | None = None
-    dispatcher_async_dispatch: bool = False
-    experts: str = "grouped_mm"
-
-    def __post_init__(self) -> None:
-        spec = DISPATCHERS.get(self.dispatcher)
-        EXPERTS.get(self.experts)
-        if self.dispatcher_num_sms is not None:
-            multiple = spec.num_sms_multiple_of
-            _require(
-                multiple is not None,
-                f"backend.dispatcher_num_sms is {self.dispatcher_num_sms}, but the dispatcher {self.dispatcher!r} has no such knob;"
-                " set it to null",
-            )
-            _require(
-                self.dispatcher_num_sms > 0 and self.dispatcher_num_sms % (multiple or 1) == 0,
-                f"backend.dispatcher_num_sms must be a positive multiple of {multiple} for {self.dispatcher!r},"
-                f" found {self.dispatcher_num_sms}",
-            )
-        if self.dispatcher_async_dispatch and not spec.async_dispatch:
-            able = [name for name in DISPATCHERS if DISPATCHERS.get(name).async_dispatch]
-            raise ValueError(
-                f"backend.dispatcher_async_dispatch is true, but the dispatcher {self.dispatcher!r} has no asynchronous mode"
-                f" (those that have: {', '.join(able) or 'none'}); set it to false"
-            )
-
-
-@dataclass(kw_only=True)
-class MoEConfig:
-    """One MoE layer, as a model family builds it from its Hugging Face config (not a section of a recipe).
-
-    Attributes:
-        num_experts: E. num_experts_per_tok: K. hidden_size: H. moe_intermediate_size: I, the width of one expert.
-        score_function: softmax or sigmoid of the router logits, in fp32.
-        score_before_topk: scores over all experts, then selection (Qwen3-MoE, DeepSeek); False scores the selected
-            logits alone (with softmax that is Mixtral's rule).
-        norm_topk_prob: divide a token's K weights by their sum.
-        routed_scaling_factor: multiplies the weights.
-        use_expert_bias: a bias per expert, added to the scores for the selection only, for balancing without a loss.
-    """
-
-    num_experts: int
-    num_experts_per_tok: int
-    hidden_size: int
-    moe_intermediate_size: int
-    score_function: ScoreFunction = ScoreFunction.softmax
-    score_before_topk: bool = True
-    norm_topk_prob: bool = True
-    routed_scaling_factor: float = 1.0
-    use_expert_bias: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("num_experts", "num_experts_per_tok", "hidden_size", "moe_intermediate_size"):
-            value = getattr(self, name)
-            _require(value >= 1, f"{name} must be 1 or more, found {value}")
-        _require(
-            self.num_experts_per_tok <= self.num_experts,
-            f"num_experts_per_tok ({self.num_experts_per_tok}) is above num_experts ({self.num_experts})",
-        )
-
-
 @dataclass(kw_only=True)
 class ModelConfig:
     """Which model.
@@ -167,7 +77,9 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         MODELS.get(self.family)
-        _require(
+        require(self.path != "", "model.path is empty: write null for random weights, or a Hugging Face folder")
+        _ = self.folder  # for its check
+        require(
             self.path is not None or bool(self.config),
             "model.path and model.config are both empty: give a Hugging Face folder, or the config of a model to start from random weights",
         )
@@ -175,7 +87,7 @@ class ModelConfig:
     @property
     def folder(self) -> Path | None:
         """`path` to read from: with its ~ replaced by the home folder."""
-        return None if self.path is None else Path(self.path).expanduser()
+        return None if self.path is None else home_expanded("model.path", self.path)
 
 
 @dataclass(kw_only=True)
@@ -198,10 +110,13 @@ class DistributedConfig:
     hang_report_minutes: float = 2.0
 
     def __post_init__(self) -> None:
-        for name in ("fsdp_size", "dp_replicate_size", "tp_size", "ep_size"):
-            value = getattr(self, name)
-            _require(value is None or value >= 1, f"distributed.{name} must be 1 or more, found {value}")
-        _positive(distributed__timeout_minutes=self.timeout_minutes, distributed__hang_report_minutes=self.hang_report_minutes)
+        sizes(
+            distributed__fsdp_size=self.fsdp_size,
+            distributed__dp_replicate_size=self.dp_replicate_size,
+            distributed__tp_size=self.tp_size,
+            distributed__ep_size=self.ep_size,
+        )
+        within(*_MINUTES, distributed__timeout_minutes=self.timeout_minutes, distributed__hang_report_minutes=self.hang_report_minutes)
 
 
 @dataclass(kw_only=True)
@@ -223,10 +138,10 @@ class RouterConfig:
     fake_balanced: bool = False
 
     def __post_init__(self) -> None:
-        _not_negative(
+        not_negative(
             router__aux_loss_coef=self.aux_loss_coef, router__z_loss_coef=self.z_loss_coef, router__bias_update_rate=self.bias_update_rate
         )
-        _require(
+        require(
             not (self.fake_balanced and self.bias_update_rate),
             f"router.bias_update_rate is {self.bias_update_rate}, but router.fake_balanced routes by no bias; set it to 0",
         )
@@ -241,7 +156,10 @@ class TaskConfig:
     params: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _require(self.train_size >= 1, f"data.tasks: train_size of {self.name!r} must be 1 or more, found {self.train_size}")
+        require(
+            1 <= self.train_size <= HALF_OF_SEEDS,
+            f"data.tasks: train_size of {self.name!r} must be between 1 and {HALF_OF_SEEDS}, found {self.train_size}",
+        )
 
 
 @dataclass(kw_only=True)
@@ -263,10 +181,10 @@ class DataConfig:
     length_group_batches: int = 1
 
     def __post_init__(self) -> None:
-        _require(len(self.tasks) >= 1, "data.tasks is empty: name at least one reasoning-gym task")
-        _require(self.max_length >= 2, f"data.max_length must be 2 or more, found {self.max_length}")
-        _require(self.held_out_per_task >= 1, f"data.held_out_per_task must be 1 or more, found {self.held_out_per_task}")
-        _require(self.length_group_batches >= 1, f"data.length_group_batches must be 1 or more, found {self.length_group_batches}")
+        require(len(self.tasks) >= 1, "data.tasks is empty: name at least one reasoning-gym task")
+        sizes(data__max_length=self.max_length, data__length_group_batches=self.length_group_batches)
+        require(self.max_length >= 2, f"data.max_length must be 2 or more, found {self.max_length}")
+        within(1, HALF_OF_SEEDS // HELD_OUT_TRIES, data__held_out_per_task=self.held_out_per_task)
 
 
 _BETAS, _EPS = [0.9, 0.95], 1e-8
@@ -287,17 +205,17 @@ class OptimizerConfig:
     momentum: float = 0.0
 
     def __post_init__(self) -> None:
-        _require(self.name in ("adamw", "sgd"), f"optimizer.name: unknown value {self.name!r} (legal: adamw, sgd)")
-        _positive(optimizer__lr=self.lr, optimizer__eps=self.eps)
-        _not_negative(optimizer__weight_decay=self.weight_decay, optimizer__momentum=self.momentum)
-        _require(
+        require(self.name in ("adamw", "sgd"), f"optimizer.name: unknown value {self.name!r} (legal: adamw, sgd)")
+        positive(optimizer__lr=self.lr, optimizer__eps=self.eps)
+        not_negative(optimizer__weight_decay=self.weight_decay, optimizer__momentum=self.momentum)
+        require(
             len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
             f"optimizer.betas must be two numbers in [0, 1), found {list(self.betas)}",
         )
         unread: dict[str, Any] = {"momentum": 0.0} if self.name == "adamw" else {"betas": _BETAS, "eps": _EPS}
         for key, default in unread.items():
             found = getattr(self, key)
-            _require(
+            require(
                 found == default,
                 f"optimizer.{key} is {found}, but {self.name} has no {key}; leave it at {default}, or choose the optimizer that has it",
             )
@@ -315,9 +233,10 @@ class ScheduleConfig:
     min_lr_ratio: float = 0.0
 
     def __post_init__(self) -> None:
-        _not_negative(schedule__warmup_steps=self.warmup_steps)
-        _require(0 <= self.min_lr_ratio <= 1, f"schedule.min_lr_ratio must be in [0, 1], found {self.min_lr_ratio}")
-        _require(
+        self.name = member(ScheduleName, "schedule.name", self.name)
+        not_negative(schedule__warmup_steps=self.warmup_steps)
+        require(0 <= self.min_lr_ratio <= 1, f"schedule.min_lr_ratio must be in [0, 1], found {self.min_lr_ratio}")
+        require(
             self.name is not ScheduleName.constant or self.min_lr_ratio == 0,
             f"schedule.min_lr_ratio is {self.min_lr_ratio}, but a constant schedule stays at the peak; set it to 0,"
             " or choose linear or cosine",
@@ -345,14 +264,15 @@ class TrainConfig:
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.none
 
     def __post_init__(self) -> None:
-        _require(self.max_steps is not None or self.num_epochs is not None, "train.max_steps and train.num_epochs are both null: set one")
-        _positive(
+        require(self.max_steps is not None or self.num_epochs is not None, "train.max_steps and train.num_epochs are both null: set one")
+        positive(
             train__max_steps=self.max_steps,
             train__num_epochs=self.num_epochs,
             train__global_batch_size=self.global_batch_size,
             train__micro_batch_size=self.micro_batch_size,
             train__max_grad_norm=self.max_grad_norm,
         )
+        self.activation_checkpointing = member(ActivationCheckpointing, "train.activation_checkpointing", self.activation_checkpointing)
 
 
 @dataclass(kw_only=True)
@@ -369,8 +289,8 @@ class ValidationConfig:
     show_samples: int = 6
 
     def __post_init__(self) -> None:
-        _positive(validation__every_steps=self.every_steps)
-        _not_negative(validation__show_samples=self.show_samples)
+        positive(validation__every_steps=self.every_steps)
+        not_negative(validation__show_samples=self.show_samples)
 
 
 @dataclass(kw_only=True)
@@ -397,12 +317,12 @@ class CheckpointConfig:
     grace_seconds: float = 120.0
 
     def __post_init__(self) -> None:
-        _positive(
-            checkpoint__every_steps=self.every_steps, checkpoint__keep_last=self.keep_last, checkpoint__grace_seconds=self.grace_seconds
-        )
-        _require(self.resume != "", "checkpoint.resume is empty: write null, auto, latest or the folder of a checkpoint")
+        positive(checkpoint__every_steps=self.every_steps, checkpoint__keep_last=self.keep_last)
+        within(0.1, 60 * _MINUTES[1], checkpoint__grace_seconds=self.grace_seconds)
+        require(self.resume != "", "checkpoint.resume is empty: write null, auto, latest or the folder of a checkpoint")
+        home_expanded("checkpoint.resume", self.resume or "")
         for key in ("keep_best", "async_save"):
-            _require(
+            require(
                 self.every_steps is not None or not getattr(self, key),
                 f"checkpoint.{key} is true, but checkpoint.every_steps is null, so nothing is saved on its own; set it",
             )
@@ -415,6 +335,9 @@ class WandbConfig:
     mode: WandbMode = WandbMode.auto
     project: str = "nemo_moe"
     name: str | None = None
+
+    def __post_init__(self) -> None:
+        self.mode = member(WandbMode, "logging.wandb.mode", self.mode)
 
 
 @dataclass(kw_only=True)
@@ -431,7 +354,7 @@ class LoggingConfig:
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
     def __post_init__(self) -> None:
-        _positive(logging__every_steps=self.every_steps)
+        positive(logging__every_steps=self.every_steps)
 
 
 @dataclass(kw_only=True)
@@ -455,9 +378,16 @@ class RunConfig:
     output_dir: str = "runs/default"
 
     def __post_init__(self) -> None:
-        for kind, registry, name in (("dispatcher", DISPATCHERS, self.backend.dispatcher), ("experts", EXPERTS, self.backend.experts)):
-            precisions = registry.get(name).precisions
-            _require(
+        self.precision = member(Precision, "precision", self.precision)
+        self.device = member(Device, "device", self.device)
+        within(0, 2**63 - 1, seed=self.seed)
+        require(self.output_dir != "", "output_dir is empty: name the folder that the run is written to")
+        home_expanded("output_dir", self.output_dir)
+        # With ep_size 1 no token leaves its rank, so any dispatcher is legal.
+        used = {"dispatcher": DISPATCHERS.get(self.backend.dispatcher)} if self.distributed.ep_size > 1 else {}
+        for kind, spec in (*used.items(), ("experts", EXPERTS.get(self.backend.experts))):
+            name, precisions = getattr(self.backend, kind), spec.precisions
+            require(
                 self.precision.value in precisions,
                 f"precision is {self.precision.value}, but backend.{kind} {name!r} computes in {', '.join(precisions)} only",
             )

@@ -15,11 +15,13 @@ import difflib
 import importlib
 import importlib.metadata
 import importlib.util
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 ENTRY_POINTS = "nemo_moe.backends"
+_NAME = re.compile(r"\w[\w.-]*")
 
 # The values of the recipe key `precision` -> torch's name of the type that is computed in.
 PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
@@ -33,15 +35,19 @@ class BackendSpec:
         target: "module:Class" of the implementation.
         summary: one line for `--help`, the docs table and the start-up lines.
         precisions: the values of the recipe key `precision` that it can compute in.
-        requires: importable module names that must be present.
+        devices: the devices that it can run on.
+        requires: importable module names that must be present; "a|b" is one of the two.
         extra: the pip extra of nemo_moe that installs them.
+        install: how to get them, where no extra does.
     """
 
     target: str
     summary: str
     precisions: tuple[str, ...] = tuple(PRECISIONS)
+    devices: tuple[str, ...] = ("cpu", "cuda")
     requires: tuple[str, ...] = ()
     extra: str | None = None
+    install: str = "install it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +57,11 @@ class DispatcherSpec(BackendSpec):
     Attributes:
         needs_shared_batch: the ranks of its EP group must hold the same tokens (ep_size equal to tp_size).
         uneven_tokens: ranks may hold different numbers of tokens.
-        sync_free: no host synchronisation, so it may run under CUDA-graph capture and torch.compile.
+        sync_free: never synchronises with the host.
+        capturable: has a mode without host synchronisation for CUDA-graph capture and torch.compile (`sync_free` ones do).
         async_dispatch: honours `dispatcher_async_dispatch: true`.
         deterministic: the order of rows inside an expert, and so the sums, are the same in every run.
+        merges_duplicates: an id that a token names twice becomes one row with the sum of the weights, else a row each.
         num_sms_multiple_of: the rule for `dispatcher_num_sms`; None where the dispatcher has no such knob.
         hidden_size_multiple_of: the rule for the hidden size.
     """
@@ -61,8 +69,10 @@ class DispatcherSpec(BackendSpec):
     needs_shared_batch: bool = False
     uneven_tokens: bool = True
     sync_free: bool = False
+    capturable: bool = False
     async_dispatch: bool = False
     deterministic: bool = False
+    merges_duplicates: bool = False
     num_sms_multiple_of: int | None = None
     hidden_size_multiple_of: int = 1
 
@@ -87,7 +97,7 @@ class ModelSpec:
     Attributes:
         target: "module:Class" of the model; `Class(config, backend)`.
         config: "module:Class" of its config, with `from_hf(dict)` and `to_hf()`.
-        model_type: the `model_type` of its Hugging Face config.json.
+        model_type: the `model_type` of its Hugging Face config.json; a folder with another one is refused.
     """
 
     target: str
@@ -103,16 +113,24 @@ class Registry(Generic[Spec]):
 
     Args:
         kind: the config key the names are values of, for messages ("backend.dispatcher").
+        spec_type: of the specs.
+        base: "module:Class" that what a spec's `target` names must be a subclass of.
         foreign: names that users of other frameworks write -> the name to use here.
     """
 
-    def __init__(self, kind: str, foreign: dict[str, str] | None = None) -> None:
+    def __init__(self, kind: str, spec_type: type[Spec], base: str, foreign: dict[str, str] | None = None) -> None:
         self.kind = kind
+        self._spec_type: type[Spec] = spec_type
+        self._base = base
         self._foreign = foreign or {}
         self._specs: dict[str, Spec] = {}
 
     def register(self, name: str, spec: Spec) -> None:
-        """Add a backend. Raises ValueError when the name is taken."""
+        """Add a backend. Raises ValueError when the name is taken or cannot be written in a recipe, or the spec is of another kind."""
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise ValueError(f"{self.kind}: a name must be text of letters, digits, '_', '-' and '.', found {name!r}")
+        if not isinstance(spec, self._spec_type):
+            raise ValueError(f"{self.kind}: {name!r} needs a spec of type {self._spec_type.__name__}, found {type(spec).__name__}")
         if name in self._specs:
             raise ValueError(f"{self.kind}: {name!r} is already registered ({self._specs[name].target})")
         self._specs[name] = spec
@@ -150,15 +168,37 @@ class Registry(Generic[Spec]):
         spec = self.get(name)
         if not isinstance(spec, BackendSpec):
             return
-        missing = [module for module in spec.requires if importlib.util.find_spec(module) is None]
+        missing = [names.replace("|", " or ") for names in spec.requires if not any(map(_is_importable, names.split("|")))]
         if missing:
-            fix = f"install it with: pip install 'nemo_moe[{spec.extra}]'" if spec.extra else "install it"
+            fix = f"install it with: pip install 'nemo_moe[{spec.extra}]'" if spec.extra else spec.install
             raise ImportError(f"{self.kind}: {name!r} needs the package {', '.join(missing)}, which is not installed; {fix}")
 
     def load(self, name: str) -> Any:
-        """The class of `name`. Imports its file. Raises as `get` and `check_installed` do."""
+        """The class of `name`. Imports its file.
+
+        Raises ValueError as `get` does, and where the class is none of the kind that the registry is for; ImportError as
+        `check_installed` does, and where the file or the class in it cannot be loaded.
+        """
         self.check_installed(name)
-        return load_target(self.get(name).target)
+        loaded = self.load_part(name, "target")
+        base = load_target(self._base)
+        if not isinstance(loaded, type) or not issubclass(loaded, base):
+            raise ValueError(f"{self.kind}: {name!r} is registered as {self.get(name).target}, which is no subclass of {base.__name__}")
+        open_methods = ", ".join(sorted(getattr(loaded, "__abstractmethods__", ())))
+        if open_methods:
+            raise ValueError(f"{self.kind}: {name!r} is registered as {self.get(name).target}, which does not define {open_methods}")
+        return loaded
+
+    def load_part(self, name: str, field: str) -> Any:
+        """What the "module:Name" in `field` of the spec of `name` stands for. Raises ImportError where it cannot be loaded."""
+        target = getattr(self.get(name), field)
+        try:
+            return load_target(target)
+        except (Exception, SystemExit) as error:
+            raise ImportError(
+                f"{self.kind}: {name!r} is registered as {target}, which cannot be loaded ({type(error).__name__}: {error});"
+                " repair the package that registers it, or choose another"
+            ) from error
 
 
 _loaded_entry_points: set[importlib.metadata.EntryPoint] = set()
@@ -172,7 +212,7 @@ def _load_entry_points() -> None:
         _loaded_entry_points.add(entry_point)  # before the import, which may ask the registry itself
         try:
             entry_point.load()
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a module that ends the program must not end a run that looks for a name
             _loaded_entry_points.discard(entry_point)
             raise ValueError(
                 f"the entry point {entry_point.name} = {entry_point.value} of group {ENTRY_POINTS!r}, from the package"
@@ -182,16 +222,42 @@ def _load_entry_points() -> None:
 
 
 def load_target(target: str) -> Any:
-    """Import "module:Name" and return the object."""
+    """Import "module:Name" and return the object. Raises whatever importing it raises."""
     module, _, attribute = target.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
+def _is_importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # of a package above it
+        return False
+
+
 DISPATCHERS: Registry[DispatcherSpec] = Registry(
-    "backend.dispatcher", foreign={"torch": "all_to_all", "alltoall": "all_to_all", "allreduce": "all_reduce"}
+    "backend.dispatcher",
+    DispatcherSpec,
+    base="nemo_moe.moe.dispatch.base:DispatchManager",
+    foreign={"torch": "all_to_all", "alltoall": "all_to_all", "allreduce": "all_reduce"},
 )
-EXPERTS: Registry[ExpertsSpec] = Registry("backend.experts", foreign={"torch": "loop", "torch_mm": "grouped_mm", "eager": "loop"})
-MODELS: Registry[ModelSpec] = Registry("model.family", foreign={"qwen3": "qwen3_moe", "Qwen3MoeForCausalLM": "qwen3_moe"})
+EXPERTS: Registry[ExpertsSpec] = Registry(
+    "backend.experts",
+    ExpertsSpec,
+    base="nemo_moe.moe.experts.base:Experts",
+    foreign={"torch": "loop", "torch_mm": "grouped_mm", "eager": "loop"},
+)
+MODELS: Registry[ModelSpec] = Registry(
+    "model.family",
+    ModelSpec,
+    base="torch.nn:Module",
+    foreign={
+        "qwen3": "qwen3_moe",
+        "Qwen3MoeForCausalLM": "qwen3_moe",
+        "MixtralForCausalLM": "mixtral",
+        "mixtral-8x7b": "mixtral",
+        "mixtral-8x22b": "mixtral",
+    },
+)
 
 DISPATCHERS.register(
     "all_to_all",
@@ -209,7 +275,39 @@ DISPATCHERS.register(
         needs_shared_batch=True,
         uneven_tokens=False,
         sync_free=True,
+        capturable=True,
         deterministic=True,
+    ),
+)
+DISPATCHERS.register(
+    "deepep",
+    DispatcherSpec(
+        target="nemo_moe.moe.dispatch.deepep:_DeepepManager",
+        summary="DeepEP's kernels over NVLink and RDMA (V1 Buffer, 2.x ElasticBuffer, 2.5 EPBuffer)",
+        precisions=("bf16",),
+        devices=("cuda",),
+        requires=("deep_ep|deep_ep_v25|kernels",),
+        extra="deepep",
+        capturable=True,
+        async_dispatch=True,
+        merges_duplicates=True,
+        num_sms_multiple_of=2,
+        hidden_size_multiple_of=16,
+    ),
+)
+DISPATCHERS.register(
+    "hybridep",
+    DispatcherSpec(
+        target="nemo_moe.moe.dispatch.hybridep:_HybridEPManager",
+        summary="DeepEP's HybridEPBuffer: dispatch and grouping by expert in one call, over NVLink and RDMA",
+        precisions=("bf16",),
+        devices=("cuda",),
+        requires=("deep_ep",),
+        install="build DeepEP's branch hybrid-ep from source (the published wheels have no HybridEP)",
+        capturable=True,
+        merges_duplicates=True,
+        num_sms_multiple_of=1,
+        hidden_size_multiple_of=16,
     ),
 )
 
@@ -224,11 +322,44 @@ EXPERTS.register(
     ),
 )
 
+EXPERTS.register(
+    "gmm",
+    ExpertsSpec(
+        target="nemo_moe.moe.experts.gmm:GmmExperts",
+        summary="the package grouped_gemm (tgale96's or NVIDIA's), with row counts on the host",
+        precisions=("bf16",),
+        devices=("cuda",),
+        requires=("grouped_gemm",),
+        extra="gmm",
+        row_bytes_multiple_of=16,
+    ),
+)
+EXPERTS.register(
+    "te",
+    ExpertsSpec(
+        target="nemo_moe.moe.experts.te:TEExperts",
+        summary="TransformerEngine's GroupedLinear, with row counts on the host",
+        precisions=("bf16",),
+        devices=("cuda",),
+        requires=("transformer_engine",),
+        extra="te",
+        row_bytes_multiple_of=16,
+    ),
+)
+
 MODELS.register(
     "qwen3_moe",
     ModelSpec(
         target="nemo_moe.models.qwen3_moe:Qwen3MoeForCausalLM",
         config="nemo_moe.models.qwen3_moe:Qwen3MoeConfig",
         model_type="qwen3_moe",
+    ),
+)
+MODELS.register(
+    "mixtral",
+    ModelSpec(
+        target="nemo_moe.models.mixtral:MixtralForCausalLM",
+        config="nemo_moe.models.mixtral:MixtralConfig",
+        model_type="mixtral",
     ),
 )

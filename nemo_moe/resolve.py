@@ -4,12 +4,14 @@ One answer for the parent of a launch (before any rank exists), for every rank (
 a dry run. Nothing is replaced: what was asked for runs or is refused, and the one thing that does not run as written
 (a dispatcher with `ep_size: 1`, where no token leaves its rank) is in the lines that rank 0 prints.
 
-Left out on purpose: what can only be known on the device itself, which each backend's `check_available` asks.
+A dispatcher that tokens will travel by is asked for what it needs of this machine (`check_available`), too; so its file
+and library are imported here, and on every rank alike.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ import torch
 from nemo_moe.config import Device, ModelConfig, RouterConfig, RunConfig
 from nemo_moe.distributed.mesh import MeshSizes
 from nemo_moe.hf_folder import read_hf_config
-from nemo_moe.registry import DISPATCHERS, EXPERTS, MODELS, PRECISIONS, load_target
+from nemo_moe.registry import DISPATCHERS, EXPERTS, MODELS, PRECISIONS
 
 
 @dataclass(frozen=True)
@@ -47,20 +49,22 @@ def resolve(config: RunConfig, world_size: int, *, device_count: int | None = No
         local_world_size: ranks of this node; None is all of them.
 
     Raises:
-        ValueError: the sizes do not fit together, or to the number of ranks, the model or this machine.
-        ImportError: a backend's library is missing; names the extra to install.
+        ValueError: the sizes do not fit together, or to the number of ranks, the model or this machine; or the dispatcher
+            needs what this machine has not.
+        ImportError: a backend's library is missing (names the extra to install), or its file cannot be loaded.
     """
     if device_count is None:
         device_count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     local = world_size if local_world_size is None else local_world_size
     device, device_line = choose_device(config.device, device_count, local)
     model = model_config(config.model)
+    MODELS.load(config.model.family)
     sizes, mesh_line = _sizes(config, world_size, model)
     backends = ["dispatcher, experts: not used, the model has no experts"]
     if not _has_experts(model):
         _refuse_router_keys(config.router)
     else:
-        backends = [_dispatcher_line(config, sizes, model), _experts_line(config, model)]
+        backends = [_dispatcher_line(config, sizes, model, device), _experts_line(config, model)]
     return Resolved(
         sizes=sizes,
         device=device,
@@ -78,16 +82,28 @@ def resolve(config: RunConfig, world_size: int, *, device_count: int | None = No
 def model_config(model: ModelConfig) -> Any:
     """The family's config of the model that a recipe names: the folder's config.json with the recipe's changes.
 
-    Raises ValueError where the folder has no readable config.json, or the family refuses a key or value.
+    Raises ValueError where the folder has no readable config.json or holds a model of another family, or where the family
+    refuses a key or value.
     """
-    family = load_target(MODELS.get(model.family).config)
+    family = MODELS.load_part(model.family, "config")
     folder: dict[str, Any] = {}
     if model.folder is not None:
         try:
             folder = read_hf_config(model.folder)
         except ValueError as error:
             raise ValueError(f"model.path: {error}") from error
+        _refuse_other_family(model.family, model.folder, folder.get("model_type"))
     return family.from_hf(folder, model.config)
+
+
+def _refuse_other_family(name: str, folder: Path, model_type: Any) -> None:
+    """Raise ValueError where a folder's `model_type` is not the family's; names the family to write, if there is one."""
+    if model_type in (None, MODELS.get(name).model_type):
+        return
+    fitting = [other for other in MODELS if MODELS.get(other).model_type == model_type]
+    known = ", ".join(sorted(MODELS.get(other).model_type for other in MODELS))
+    fix = f"set model.family to {fitting[0]}" if fitting else f"no family here reads that one (those that are read: {known})"
+    raise ValueError(f"model.family is {name!r}, but the config.json of {folder} says model_type {model_type!r}; {fix}")
 
 
 def choose_device(asked: Device, device_count: int, local_world_size: int) -> tuple[str, str]:
@@ -132,9 +148,11 @@ def _sizes(config: RunConfig, world_size: int, model: Any) -> tuple[MeshSizes, s
         )
     needed = max(asked.ep_size, asked.dp_replicate_size * asked.tp_size * (asked.fsdp_size or 1))
     if world_size < needed:
+        keys = ("ep_size", "dp_replicate_size", "fsdp_size")
+        above_1 = [f"distributed.{key} (now {getattr(asked, key)})" for key in keys if (getattr(asked, key) or 1) > 1]
         raise ValueError(
             f"the distributed sizes need {needed} ranks or more, but there {'is' if world_size == 1 else 'are'} {world_size};"
-            f" start more (--nproc-per-node {needed}) or lower distributed.{'ep_size' if needed == asked.ep_size else 'fsdp_size'}"
+            f" start more (--nproc-per-node {needed}) or lower {', '.join(above_1)}"
         )
     experts = model.num_experts if _has_experts(model) else None
     sizes = MeshSizes.from_config(asked, world_size, experts)
@@ -148,24 +166,31 @@ def _other_dispatchers() -> str:
     return " or ".join(repr(name) for name in DISPATCHERS if not DISPATCHERS.get(name).needs_shared_batch)
 
 
-def _dispatcher_line(config: RunConfig, sizes: MeshSizes, model: Any) -> str:
+def _dispatcher_line(config: RunConfig, sizes: MeshSizes, model: Any, device: str) -> str:
     name = config.backend.dispatcher
     spec = DISPATCHERS.get(name)
     if sizes.ep == 1:
         return f"dispatcher: local permutation (ep_size is 1, so no token leaves its rank; {name} as configured is not used)"
-    DISPATCHERS.check_installed(name)
     if model.hidden_size % spec.hidden_size_multiple_of:
         raise ValueError(
             f"backend.dispatcher {name!r} needs a hidden_size that is a multiple of {spec.hidden_size_multiple_of},"
             f" and the model's is {model.hidden_size}"
         )
+    if device not in spec.devices:
+        raise ValueError(
+            f"backend.dispatcher {name!r} runs on {', '.join(spec.devices)} only, and this run's device is {device}; choose 'all_to_all'"
+        )
+    manager = DISPATCHERS.load(name)
+    manager.check_available()  # after what its data already tells: this imports its library
+    manager.check_sizes(model.hidden_size, model.num_experts, model.num_experts_per_tok, sizes.ep)
+    manager.check_num_sms(config.backend.dispatcher_num_sms)
     return f"dispatcher: {name} (as configured): {spec.summary}"
 
 
 def _experts_line(config: RunConfig, model: Any) -> str:
     name = config.backend.experts
     spec = EXPERTS.get(name)
-    EXPERTS.check_installed(name)
+    EXPERTS.load(name)
     element_bytes: int = getattr(torch, PRECISIONS[config.precision.value]).itemsize
     for key in ("hidden_size", "moe_intermediate_size"):
         size = getattr(model, key)

@@ -92,7 +92,12 @@ def build(schema: type, values: Any, problems: list[Problem], path: str = "") ->
     names = [field.name for field in dataclasses.fields(schema)]
     before = len(problems)
     for key, value in values.items():
-        if key not in names:
+        if key == "":
+            problems.append(Problem(path, f"has an empty key with {describe(value)} below it; give it a name or remove it"))
+        elif isinstance(key, str) and "." in key:
+            keys = ", ".join(f"{part}:" for part in key.split("."))
+            problems.append(Problem(join(path, key), f"is one key with dots in it; in YAML, write the keys below one another: {keys}"))
+        elif key not in names:
             problems.extend(unknown_key(join(path, key), value, schema, path))
     built = {name: _convert(hints[name], values[name], problems, join(path, name)) for name in names if name in values}
     for field in dataclasses.fields(schema):
@@ -229,6 +234,8 @@ def _needs(kind: Any, optional: bool) -> str:
 def _advice(kind: Any, value: Any, path: str) -> str:
     if kind is str and isinstance(value, bool | int | float):
         return f"; to mean it as text, quote it ({path}='\"{value}\"' on the command line)"
+    if typing.get_origin(kind) is list and isinstance(value, Mapping) and all(str(key).isdigit() for key in value):
+        return f"; there is no list yet whose places could be changed, so write it whole: {path}=[...]"
     if kind is int and isinstance(value, float) and value.is_integer():
         return f"; write {int(value)}"
     if isinstance(kind, type) and issubclass(kind, Enum) and isinstance(value, str):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from nemo_moe.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 if TYPE_CHECKING:
     import transformers
 
+Model = TypeVar("Model", bound=nn.Module)
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
     "hidden_size": 32,
@@ -34,7 +35,12 @@ def hf_model(**changes: Any) -> transformers.Qwen3MoeForCausalLM:
     import transformers  # not above: rank processes import this module, and need seconds for that one
 
     torch.manual_seed(7)
-    model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**{**SIZES, **changes})).float().eval()
+    return strong(transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**{**SIZES, **changes})))
+
+
+def strong(model: Model) -> Model:
+    """A model of transformers, fp32, with weights as `hf_model` says."""
+    model.float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -46,7 +52,10 @@ def hf_model(**changes: Any) -> transformers.Qwen3MoeForCausalLM:
 
 def ours_like(theirs: nn.Module, experts: str = "loop") -> Qwen3MoeForCausalLM:
     """Our model from the config and, by name, the weights of a transformers model; no checkpoint code involved."""
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig.from_hf(theirs.config.to_dict()), BackendConfig(experts=experts))
+    return with_weights_of(theirs, Qwen3MoeForCausalLM(Qwen3MoeConfig.from_hf(theirs.config.to_dict()), BackendConfig(experts=experts)))
+
+
+def with_weights_of(theirs: nn.Module, model: Model) -> Model:
     weights = dict(theirs.named_parameters())
     assert {name for name, _ in model.named_parameters()} == weights.keys()
     with torch.no_grad():

@@ -8,6 +8,7 @@ from typing import Any
 
 from nemo_moe.config import (
     BackendConfig,
+    CheckpointConfig,
     DataConfig,
     Device,
     DistributedConfig,
@@ -55,6 +56,7 @@ def tiny_config(
     schedule: ScheduleConfig | None = None,
     router: RouterConfig | None = None,
     validation: ValidationConfig | None = None,
+    checkpoint: CheckpointConfig | None = None,
     wandb_mode: WandbMode = WandbMode.disabled,
     task: TaskConfig | None = None,
     **train: Any,
@@ -75,6 +77,7 @@ def tiny_config(
         schedule=schedule or ScheduleConfig(),
         train=TrainConfig(**{"max_steps": 5, "num_epochs": None, "global_batch_size": 8, "micro_batch_size": 4, **train}),
         validation=validation or ValidationConfig(),
+        checkpoint=checkpoint or CheckpointConfig(),
         logging=LoggingConfig(every_steps=1, wandb=WandbConfig(mode=wandb_mode)),
         precision=Precision.fp32,
         device=Device.cpu,

@@ -1,4 +1,4 @@
-"""`nemo-moe benchmark layer|step`: its arguments, what is checked before any rank starts, and what every rank runs.
+"""`nemo-moe benchmark layer|step|loading`: its arguments, what is checked before any rank starts, and what every rank runs.
 
 The parent of a launch calls `check`, every rank `main`, which checks again (a rank may have been started by torchrun
 itself). What is wrong with the arguments is one message of rank 0 and exit code 2; a pair that computes something else
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from nemo_moe.bench.layer import SHAPES, Work, WrongResult, benchmark_layer
 from nemo_moe.bench.pairs import ORACLE, Pairs, check_sizes, choose_pairs, pair_name
-from nemo_moe.bench.report import clocks, describe_run, table
+from nemo_moe.bench.report import clocks, describe_machine, describe_run, table
 from nemo_moe.bench.timing import Protocol
 from nemo_moe.config import BackendConfig, Device
 from nemo_moe.moe.types import experts_per_rank
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 _LAYER = "One MoE expert layer: dispatch, experts, combine."
 _STEP = "A whole training step of a recipe's model, on random tokens."
+_LOADING = "Loading a random Hugging Face folder: memory and time beside a plain read of its files."
+_SUMMARIES = {"layer": _LAYER, "step": _STEP, "loading": _LOADING}
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, dtype) for name, dtype in PRECISIONS.items()}
 _GRACE_SECONDS = 10.0  # for rank 0 to print what all ranks found: torchrun ends all as soon as one has failed
 _LAUNCH = "With --nproc-per-node N, and any other option of torchrun, it runs on N ranks of each node."
@@ -47,13 +49,16 @@ class _Parser(argparse.ArgumentParser):
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments of `nemo-moe benchmark`, torchrun's options taken out. Raises ValueError; exits for --help."""
-    top = _Parser(prog="nemo-moe benchmark", description="Time dispatchers and experts against each other.", epilog=_LAUNCH)
-    commands = top.add_subparsers(dest="command", metavar="layer|step", required=True)
-    commands.add_parser("layer", help=_LAYER, add_help=False)
-    commands.add_parser("step", help=_STEP, add_help=False)
+    top = _Parser(prog="nemo-moe benchmark", description="Time dispatchers and experts against each other, or loading.", epilog=_LAUNCH)
+    commands = top.add_subparsers(dest="command", metavar="|".join(_SUMMARIES), required=True)
+    for name, summary in _SUMMARIES.items():
+        commands.add_parser(name, help=summary, add_help=False)
     command: str = top.parse_args(argv[:1]).command
-    parser = _Parser(prog=f"nemo-moe benchmark {command}", description=_LAYER if command == "layer" else _STEP, epilog=_LAUNCH)
+    parser = _Parser(prog=f"nemo-moe benchmark {command}", description=_SUMMARIES[command], epilog=_LAUNCH)
     parser.set_defaults(command=command)
+    if command == "loading":
+        _add_loading_arguments(parser)
+        return parser.parse_args(argv[1:])
     if command == "layer":
         parser.add_argument("--shape", choices=sorted(SHAPES), default="small", help="sizes of the layer (default: small)")
         parser.add_argument("--tokens", type=_positives, default=[256, 1024], help="tokens a rank, e.g. 16,256,4096 (default: 256,1024)")
@@ -76,6 +81,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(argv[1:])
 
 
+def _add_loading_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--size-gb", type=_size, default=1.0, help="of the folder's weights, about (default: 1)")
+    parser.add_argument("--folder", help="where the temporary folder is made; with several nodes a place that all see")
+    parser.add_argument("--shard-gb", type=_size, default=5.0, help="of one weights file, at most (default: 5)")
+    parser.add_argument("--parameters", choices=sorted(DTYPES), default="fp32", help="type of the parameters to fill (default: fp32)")
+    parser.add_argument("--repeats", type=_positive, default=3, help="timed loads, warm and cold each (default: 3)")
+    parser.add_argument("--device", choices=[device.value for device in Device], default="auto", help="default: auto")
+
+
 def check(argv: Sequence[str], ranks: int | None, local_ranks: int) -> None:
     """What the ranks would find wrong, found before there are any.
 
@@ -86,10 +100,10 @@ def check(argv: Sequence[str], ranks: int | None, local_ranks: int) -> None:
         ValueError, ImportError: an argument, the recipe, or a pair that was named cannot be used.
     """
     arguments = parse(argv)
-    if ranks is None:
+    if ranks is None and arguments.command != "loading":
         choose_pairs(arguments.dispatchers, arguments.experts, local_ranks, check=lambda _: None)
     else:
-        _plan(arguments, ranks, local_ranks)
+        _plan(arguments, local_ranks if ranks is None else ranks, local_ranks)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -124,14 +138,14 @@ class _Plan:
     Attributes:
         device: "cpu" or "cuda".
         ep_size: ranks that tokens travel between.
-        pairs: to be checked again on the ranks, with what only they can tell.
+        pairs: to be checked again on the ranks, with what only they can tell; None for `loading`.
         lines: what runs, for the report.
         resolved, config: of `step`: sizes and device, the same for all pairs; the recipe.
     """
 
     device: str
     ep_size: int
-    pairs: Pairs
+    pairs: Pairs | None
     lines: list[str]
     resolved: Resolved | None = None
     config: RunConfig | None = None
@@ -140,7 +154,7 @@ class _Plan:
 
 def _plan(arguments: argparse.Namespace, ranks: int, local_ranks: int, *, on_ranks: bool = False) -> _Plan:
     """Raises ValueError or ImportError for what cannot run. With `on_ranks` it asks the machine too, and is collective."""
-    plan = _plan_layer if arguments.command == "layer" else _plan_step
+    plan = {"layer": _plan_layer, "step": _plan_step, "loading": _plan_loading}[arguments.command]
     return plan(arguments, ranks, local_ranks, on_ranks)
 
 
@@ -166,15 +180,25 @@ def _plan_step(arguments: argparse.Namespace, ranks: int, local_ranks: int, on_r
     resolved: dict[str, Resolved] = {}
 
     def check_pair(backend: BackendConfig) -> None:
-        found = resolve(with_backend(config, backend), ranks, local_world_size=local_ranks)
-        _check_machine(backend, on_ranks and ep_size > 1)
-        resolved[pair_name(backend, ep_size)] = found
+        def find() -> Resolved:
+            return resolve(with_backend(config, backend), ranks, local_world_size=local_ranks)
+
+        # It asks this machine too, so the ranks have to agree.
+        resolved[pair_name(backend, ep_size)] = agreed(find) if on_ranks and ep_size > 1 else find()
 
     pairs = choose_pairs(arguments.dispatchers, arguments.experts, ep_size, check_pair, config.backend)
     first = next(iter(resolved.values()))
     # Line by line, what the pairs have in common once and what they have not one after the other.
     lines = [line for same in zip(*(found.lines for found in resolved.values()), strict=True) for line in dict.fromkeys(same)]
     return _Plan(first.device, ep_size, pairs, lines, first, config, config.distributed.timeout_minutes)
+
+
+def _plan_loading(arguments: argparse.Namespace, ranks: int, local_ranks: int, _on_ranks: bool) -> _Plan:
+    device_count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device, line = choose_device(Device(arguments.device), device_count, local_ranks)
+    if ranks > local_ranks and arguments.folder is None:
+        raise ValueError(f"{ranks} ranks on several nodes need --folder: a place that all of them see")
+    return _Plan(device, ranks, None, [line])
 
 
 def _check_machine(backend: BackendConfig, asked: bool) -> None:
@@ -184,22 +208,43 @@ def _check_machine(backend: BackendConfig, asked: bool) -> None:
 
 
 def _report(arguments: argparse.Namespace, device: torch.device) -> None:
-    protocol = Protocol(arguments.windows, arguments.window_seconds)
     plan = _plan(arguments, world_size(), local_world_size(), on_ranks=True)
+    if plan.pairs is None:
+        _loading(arguments, plan, device)
+        return
+    protocol = Protocol(arguments.windows, arguments.window_seconds)
     oracle = pair_name(ORACLE, plan.ep_size)
     lines = [*describe_run(device, protocol, oracle), *plan.lines, *plan.pairs.left_out]
     if plan.ep_size == 1:
         lines.append("one expert-parallel rank: no token leaves it, a local permutation runs whatever the dispatcher, each experts once")
     _print([*lines, ""])
     reference = oracle if oracle in plan.pairs.backends else next(iter(plan.pairs.backends))
-    (_layer if arguments.command == "layer" else _step)(arguments, plan, device, protocol, reference)
+    if arguments.command == "layer":
+        _layer(arguments, plan.pairs, device, protocol, reference)
+    else:
+        _step(arguments, plan, device, protocol, reference)
 
 
-def _layer(arguments: argparse.Namespace, plan: _Plan, device: torch.device, protocol: Protocol, reference: str) -> None:
+def _loading(arguments: argparse.Namespace, plan: _Plan, device: torch.device) -> None:
+    from nemo_moe.bench.loading import benchmark_loading
+
+    _print([*describe_machine(device), *plan.lines])
+    lines = benchmark_loading(
+        gigabytes=arguments.size_gb,
+        parent=arguments.folder,
+        dtype=DTYPES[arguments.parameters],
+        repeats=arguments.repeats,
+        max_shard_bytes=int(arguments.shard_gb * 1e9),
+        device=device,
+    )
+    _print(lines)
+
+
+def _layer(arguments: argparse.Namespace, pairs: Pairs, device: torch.device, protocol: Protocol, reference: str) -> None:
     training = not arguments.inference
     for tokens in arguments.tokens:
         work = Work(SHAPES[arguments.shape], tokens, arguments.layers, device, DTYPES[arguments.precision], training)
-        rows = benchmark_layer(work, plan.pairs.backends, protocol)
+        rows = benchmark_layer(work, pairs.backends, protocol)
         what = "forward + backward (with gradients of tokens, routing weights and expert weights)" if training else "forward"
         _print(
             [
@@ -215,7 +260,7 @@ def _layer(arguments: argparse.Namespace, plan: _Plan, device: torch.device, pro
 def _step(arguments: argparse.Namespace, plan: _Plan, device: torch.device, protocol: Protocol, reference: str) -> None:
     from nemo_moe.bench.step import benchmark_step
 
-    assert plan.config is not None and plan.resolved is not None
+    assert plan.config is not None and plan.resolved is not None and plan.pairs is not None
     config, length = plan.config, arguments.sequence_length
     rows, family_config = benchmark_step(config, plan.resolved, plan.pairs.backends, length, device, protocol)
     tokens = config.train.global_batch_size * length
@@ -267,6 +312,16 @@ def _seconds(text: str) -> float:
     if not 0 < seconds < 3600:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
     return seconds
+
+
+def _size(text: str) -> float:
+    try:
+        size = float(text)
+    except ValueError:
+        size = 0.0
+    if not 1e-3 <= size <= 1e4:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of GB from 0.001 to 10000")
+    return size
 
 
 def _print(lines: list[str]) -> None:

@@ -27,7 +27,7 @@ def peak_increase(action: Callable[[], T], device: torch.device) -> tuple[T, flo
 
     None where this machine does not tell. What an earlier action left behind and nobody holds is freed first. Collective.
     """
-    _free_what_nobody_holds()
+    free_what_nobody_holds()
     synchronize(device)
     before = _start_new_peak(device)
     result = action()
@@ -35,7 +35,7 @@ def peak_increase(action: Callable[[], T], device: torch.device) -> tuple[T, flo
     return result, _largest(None if before is None else _peak(device) - before)
 
 
-def _free_what_nobody_holds() -> None:
+def free_what_nobody_holds() -> None:
     gc.collect()  # modules with hooks are cycles
     with contextlib.suppress(OSError, AttributeError):  # glibc only
         ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -48,7 +48,7 @@ def _start_new_peak(device: torch.device) -> float | None:
         return float(torch.cuda.memory_allocated(device))
     try:
         Path("/proc/self/clear_refs").write_text("5")
-        now, peak = _status("VmRSS"), _status("VmHWM")
+        now, peak = status_bytes("VmRSS"), status_bytes("VmHWM")
     except OSError:
         return None
     # Some sandboxes accept the reset and do nothing.
@@ -56,10 +56,10 @@ def _start_new_peak(device: torch.device) -> float | None:
 
 
 def _peak(device: torch.device) -> float:
-    return float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else _status("VmHWM")
+    return float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else status_bytes("VmHWM")
 
 
-def _status(key: str) -> float:
+def status_bytes(key: str) -> float:
     """Bytes that /proc/self/status says. Raises OSError where it does not."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{key}:"):

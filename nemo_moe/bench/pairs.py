@@ -103,6 +103,7 @@ def check_sizes(backend: BackendConfig, hidden_size: int, moe_intermediate_size:
             )
     if not local:
         _check_backend(DISPATCHERS, backend.dispatcher, precision)
+        DISPATCHERS.load(backend.dispatcher).check_available()
         multiple = DISPATCHERS.get(backend.dispatcher).hidden_size_multiple_of
         if hidden_size % multiple:
             raise ValueError(

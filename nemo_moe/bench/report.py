@@ -34,12 +34,19 @@ class Row:
     shared_batch: bool = False
 
 
-def describe_run(device: torch.device, protocol: Protocol, reference: str) -> list[str]:
-    """Lines that make a figure repeatable. `reference` is the pair that all are checked against."""
+def describe_machine(device: torch.device) -> list[str]:
+    """Machine, ranks, versions and commit."""
     ranks = f"{dist.get_world_size()} rank{'s' * (dist.get_world_size() > 1)}, {dist.get_backend()}"
     return [
         f"machine:  {_gpu(device) if device.type == 'cuda' else _cpu()}; {ranks}",
         f"versions: torch {torch.__version__}, python {platform.python_version()}, commit {_commit()}",
+    ]
+
+
+def describe_run(device: torch.device, protocol: Protocol, reference: str) -> list[str]:
+    """Lines that make a figure repeatable. `reference` is the pair that all are checked against."""
+    return [
+        *describe_machine(device),
         f"protocol: random data; every pair checked against {reference} first; warm-up; pairs in turn; median of {protocol.windows} windows"
         f" of about {protocol.window_seconds:g} s (one call or more, host clock between device synchronisations), slowest rank",
         "diff:     largest relative difference from the reference, in norm, of outputs and gradients; of a step: loss, gradient norm",

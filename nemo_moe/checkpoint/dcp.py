@@ -32,8 +32,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from nemo_moe.checkpoint.folder_writer import SaveError
 from nemo_moe.checkpoint.shards import LocalShard
+from nemo_moe.checkpoint.together import SaveError
 
 INDEX_FILE = ".metadata"
 _INDEX_CLASSES = {
@@ -79,7 +79,7 @@ def write_tensors(boxes: Sequence[LocalShard], folder: Path, group: dist.Process
 
     Cost: GPU tensors pass through CPU memory a few megabytes at a time.
     """
-    writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, overwrite=True)
+    writer = _Writer(folder, single_file_per_rank=True, sync_files=True, overwrite=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         try:
@@ -134,6 +134,20 @@ def stored_tensors(index: Metadata) -> dict[str, StoredTensor]:
 def _first_cause(error: CheckpointException) -> str:
     rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
     return f"{type(cause).__name__}: {cause} (rank {rank})"
+
+
+class _Writer(FileSystemWriter):
+    """Fails with what a failure began with: after a file was too large, torch complains of its own position in it."""
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().write_data(*args, **kwargs)
+        except Exception as error:
+            first: BaseException = error
+            while not isinstance(first, OSError) and first.__context__ is not None:
+                first = first.__context__
+            cause = first if isinstance(first, OSError) else error
+        raise cause
 
 
 class _BoxSavePlanner(DefaultSavePlanner):

@@ -1,7 +1,7 @@
 """Writing a Hugging Face folder so that it is there whole or not at all.
 
-Files are written into a hidden folder and moved to their place at the end. Only rank 0 touches the disk; after
-each step all ranks learn whether it went well, so that a full disk ends the job everywhere with the one cause.
+Files are written into a hidden folder, brought to the disk, and moved to their place at the end. Only rank 0 touches the
+disk; after each file all ranks learn whether it went well, so that a full disk ends the job everywhere with the one cause.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-import torch.distributed as dist
-from safetensors.torch import save_file
+import torch
 from torch import Tensor
 
-from nemo_moe.checkpoint.tensor_files import EXTRA_FILE, INDEX_FILE, WEIGHTS_FILE
+from nemo_moe.checkpoint.safetensors_header import make_header
+from nemo_moe.checkpoint.tensor_files import EXTRA_FILE, INDEX_FILE, WEIGHTS_FILE, memory_of
+from nemo_moe.checkpoint.together import SaveError as SaveError, on_rank_zero
 
 _TOKENIZER_FILES = (
     "tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json added_tokens.json"
@@ -28,10 +29,6 @@ _TOKENIZER_FILES = (
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 _logger = logging.getLogger(__name__)
-
-
-class SaveError(RuntimeError):
-    """A folder could not be written, for a reason that all ranks know; one message is enough."""
 
 
 def plan_files(tensors: Sequence[tuple[str, int]], max_bytes: int) -> dict[str, str]:
@@ -54,30 +51,79 @@ def plan_files(tensors: Sequence[tuple[str, int]], max_bytes: int) -> dict[str, 
     return {key: names[number] for (key, _), number in zip(tensors, numbers, strict=True)}
 
 
+def write_configs(folder: Path, config: Mapping[str, Any], tokenizer: Any, source: Path | None) -> None:
+    """Write all of a Hugging Face folder that is no weights: config, generation config, tokenizer files.
+
+    Args:
+        folder: exists.
+        config: for config.json; the tokenizer's special token ids complete it where it has none.
+        tokenizer, source: see `hf.save_hf_folder`.
+    """
+    token_ids = {key: config.get(key) if config.get(key) is not None else getattr(tokenizer, key, None) for key in _TOKEN_IDS}
+    _write_json(folder / "config.json", {**config, **token_ids})
+    if source is not None and (source / "generation_config.json").is_file():
+        shutil.copyfile(source / "generation_config.json", folder / "generation_config.json")
+    else:
+        _write_json(folder / "generation_config.json", {key: value for key, value in token_ids.items() if value is not None})
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    elif source is not None:
+        for name in _TOKENIZER_FILES.split():
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
 class FolderWriter:
-    """One save. All ranks call the methods alike, but `add` and `add_extra`, which are rank 0's."""
+    """One save. All ranks call the methods alike; what rank 0 alone gives is None on the others.
+
+    What goes wrong with a tensor is kept until the end of its file, where all ranks raise SaveError; `abandon` is for
+    whatever else ends the save.
+    """
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder = folder.absolute()
-        # Inside a folder that is there already: beside it may be another file system, to which files cannot be moved.
-        self._partial = self._folder / ".partial" if self._folder.is_dir() else self._folder.parent / f".{self._folder.name}.partial"
         self._rank = rank
-        self._tensors: dict[str, Tensor] = {}
+        self._partial = self._folder
+        self._file: BinaryIO | None = None
+        self._failed: Exception | None = None
         self._extra: dict[str, Tensor] = {}
         self._together(self._begin)
 
-    def add(self, key: str, tensor: Tensor) -> None:
-        """Keep a tensor for the next `write_tensors`."""
-        self._tensors[key] = tensor
+    def begin_file(self, name: str, tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype]]) -> None:
+        """Begin file `name`, of tensors (name, shape, dtype), which `write` is then called for in this order."""
 
-    def add_extra(self, key: str, tensor: Tensor) -> None:
+        def begin() -> None:
+            self._file = (self._partial / name).open("xb", buffering=0)
+            _write_all(self._file, make_header(tensors))
+
+        self._keeping_failure(begin)
+
+    def write(self, tensor: Tensor | None) -> None:
+        """The next tensor of the file: [shape as announced], on the CPU, in the dtype that was announced."""
+        file = self._file
+        if tensor is not None and file is not None:
+            self._keeping_failure(lambda: _write_all(file, memory_of(tensor.contiguous())))
+
+    def end_file(self) -> None:
+        """Bring the file to the disk. Raises SaveError on all ranks where any of it failed."""
+
+        def end() -> None:
+            if self._failed is not None:
+                raise self._failed
+            assert self._file is not None
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+        self._together(end)
+
+    def add_extra(self, key: str, tensor: Tensor | None) -> None:
         """Keep a tensor for EXTRA_FILE."""
-        self._extra[key] = tensor
-
-    def write_tensors(self, name: str) -> None:
-        """Write what was added since the last call as file `name`."""
-        self._together(lambda: save_file(self._tensors, self._partial / name, metadata={"format": "pt"}))
-        self._tensors = {}
+        if tensor is not None:
+            self._extra[key] = tensor
 
     def finish(
         self, files: Mapping[str, str], sizes: Mapping[str, int], config: Mapping[str, Any], tokenizer: Any, source: Path | None
@@ -93,64 +139,108 @@ class FolderWriter:
 
         def write() -> None:
             if len(set(files.values())) > 1:
-                self._write_json(INDEX_FILE, {"metadata": dict(sizes), "weight_map": dict(sorted(files.items()))})
+                _write_json(self._partial / INDEX_FILE, {"metadata": dict(sizes), "weight_map": dict(sorted(files.items()))})
             if self._extra:
-                save_file(self._extra, self._partial / EXTRA_FILE, metadata={"format": "pt"})
-                _logger.warning(
-                    "transformers does not know the router's expert biases: they are in %s, and it will route without them", EXTRA_FILE
-                )
-            self._write_configs(config, tokenizer, source)
+                self._write_extra()
+            write_configs(self._partial, config, tokenizer, source)
+            for path in self._partial.rglob("*"):
+                _sync(path)
+            _sync(self._partial)
             self._publish()
 
         self._together(write)
 
+    def abandon(self) -> None:
+        """Remove what was written so far. Not collective."""
+        if self._file is not None:
+            self._file.close()
+        if self._rank == 0 and self._partial != self._folder:
+            shutil.rmtree(self._partial, ignore_errors=True)
+
     def _begin(self) -> None:
-        shutil.rmtree(self._partial, ignore_errors=True)  # of a save that died
+        # Inside a folder that is there already: beside it may be another file system, to which files cannot be moved.
+        there = self._folder.is_dir()
+        self._partial = self._folder / ".partial" if there else self._folder.parent / f".{self._folder.name}.partial"
+        if self._partial.exists():  # of a save that died
+            shutil.rmtree(self._partial)
         self._partial.mkdir(parents=True)
 
-    def _write_configs(self, config: Mapping[str, Any], tokenizer: Any, source: Path | None) -> None:
-        token_ids = {key: config.get(key) if config.get(key) is not None else getattr(tokenizer, key, None) for key in _TOKEN_IDS}
-        self._write_json("config.json", {**config, **token_ids})
-        if source is not None and (source / "generation_config.json").is_file():
-            shutil.copyfile(source / "generation_config.json", self._partial / "generation_config.json")
-        else:
-            self._write_json("generation_config.json", {key: value for key, value in token_ids.items() if value is not None})
-        if tokenizer is not None:
-            tokenizer.save_pretrained(self._partial)
-        elif source is not None:
-            for name in _TOKENIZER_FILES.split():
-                if (source / name).is_file():
-                    shutil.copyfile(source / name, self._partial / name)
-
-    def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
-        (self._partial / name).write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
+    def _write_extra(self) -> None:
+        self._file = (self._partial / EXTRA_FILE).open("xb", buffering=0)
+        with self._file as file:
+            _write_all(file, make_header([(key, tuple(tensor.shape), tensor.dtype) for key, tensor in self._extra.items()]))
+            for tensor in self._extra.values():
+                _write_all(file, memory_of(tensor.contiguous()))
+        _logger.warning("transformers does not know the router's expert biases: they are in %s, and it will route without them", EXTRA_FILE)
 
     def _publish(self) -> None:
-        """Move the files to their place. The weights' entry point comes last: until then the folder loads as incomplete."""
+        """Move the files to their place; where one cannot be moved, all go back to where they were.
+
+        The older weights' entry point goes first and the new one's comes last: a process that dies in between leaves a
+        folder that loads as incomplete, never one that mixes two models.
+        """
         if not self._folder.exists():
             self._partial.rename(self._folder)
+            _sync(self._folder.parent)
             return
-        old = [path for path in self._folder.iterdir() if path.name in (INDEX_FILE, EXTRA_FILE) or _WEIGHTS.fullmatch(path.name)]
-        for path in sorted(old, key=lambda path: path.name not in (INDEX_FILE, WEIGHTS_FILE)):
-            path.unlink()
-        for path in sorted(self._partial.iterdir(), key=lambda path: path.name in (INDEX_FILE, WEIGHTS_FILE)):
-            target = self._folder / path.name
-            if target.is_dir():
-                shutil.rmtree(target)
-            os.replace(path, target)
+        replaced = self._folder / ".replaced"
+        if replaced.exists():
+            shutil.rmtree(replaced)
+        replaced.mkdir()
+        new = sorted(self._partial.iterdir(), key=_is_entry_point)
+        names = {path.name for path in new}
+        old = [path for path in self._folder.iterdir() if path.name in names | {INDEX_FILE, EXTRA_FILE} or _WEIGHTS.fullmatch(path.name)]
+        moves = [(path, replaced / path.name) for path in sorted(old, key=_is_entry_point, reverse=True)]
+        moves += [(path, self._folder / path.name) for path in new]
+        done: list[tuple[Path, Path]] = []
+        try:
+            for start, end in moves:
+                start.rename(end)
+                done.append((start, end))
+        except OSError:
+            for start, end in reversed(done):
+                end.rename(start)
+            replaced.rmdir()
+            raise
+        _sync(self._folder)
+        shutil.rmtree(replaced, ignore_errors=True)
         self._partial.rmdir()
+
+    def _keeping_failure(self, action: Callable[[], object]) -> None:
+        """Run `action` on rank 0, unless an earlier one failed; what it raises is kept for the end of the file."""
+        if self._rank == 0 and self._failed is None:
+            try:
+                action()
+            except Exception as error:
+                self._failed = error
 
     def _together(self, action: Callable[[], object]) -> None:
         """Run `action` on rank 0; all ranks raise SaveError if it failed."""
-        error: Exception | None = None
-        if self._rank == 0:
-            try:
-                action()
-            except Exception as caught:
-                error = caught
-                shutil.rmtree(self._partial, ignore_errors=True)
-        message = [None if error is None else f"{type(error).__name__}: {error}"]
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            dist.broadcast_object_list(message, src=0)
-        if message[0] is not None:
-            raise SaveError(f"saving to {self._folder} failed: {message[0]}") from error
+        try:
+            on_rank_zero(action, f"saving to {self._folder}")
+        except SaveError:
+            self.abandon()
+            raise
+
+
+def _is_entry_point(path: Path) -> bool:
+    return path.name in (INDEX_FILE, WEIGHTS_FILE)
+
+
+def _write_all(file: BinaryIO, data: bytes | memoryview) -> None:
+    """All of it: a raw write may stop early, at 2 GiB or where the disk is full (the next one says so)."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
+
+
+def _sync(path: Path) -> None:
+    """Put a file's bytes, or a folder's entries, on the disk. A folder only where the system can."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        if not path.is_dir():  # some network file systems cannot sync a folder, and have no need to
+            raise
+    finally:
+        os.close(descriptor)

@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from nemo_moe.checkpoint.folder_writer import SaveError
+
+class SaveError(RuntimeError):
+    """Something could not be written, for a reason that all ranks know; one message is enough."""
 
 
 def on_rank_zero(action: Callable[[], object], what: str, group: dist.ProcessGroup | None = None) -> None:

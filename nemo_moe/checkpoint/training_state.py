@@ -56,7 +56,7 @@ def restore(model: nn.Module, optimizer: Optimizer, folder: Path, *, rank: int, 
     """
     index = read_index(folder)
     stored = stored_tensors(index)
-    _add_expert_biases(model, stored)
+    add_expert_biases(model, stored)
     shards = _model_boxes(model)
     _check_model(stored, shards, folder)
     states = _new_optimizer_states(model, optimizer, stored, shards, folder)
@@ -146,7 +146,7 @@ def _listed(names: Sequence[str]) -> str:
     return "; ".join(names[:_MAX_LISTED]) + (f"; and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else "")
 
 
-def _add_expert_biases(model: nn.Module, stored: Mapping[str, StoredTensor]) -> None:
+def add_expert_biases(model: nn.Module, stored: Mapping[str, StoredTensor]) -> None:
     """Give a gate the expert bias that it had when the checkpoint was made (it came from the folder that the run started from)."""
     names = {id(module): name for name, module in model.named_modules()}
     for moe in cast(Any, model).moe_layers():

@@ -34,19 +34,24 @@ def run_finetune_rank(argv: Sequence[str]) -> int:
     """
     # First of all: imports take seconds, and a signal that comes meanwhile is to be obeyed like any other.
     with StopRequest(announce="RANK" not in os.environ) as stop:
-        return _run(argv, stop)
+        failure = _run(argv, stop)
+    if failure is None:
+        return 0
+    # Outside the block, so that a rank which only waits to be ended ends by the first signal; it may have come already.
+    return _fail(*failure, wait=not stop.requested)
 
 
-def _run(argv: Sequence[str], stop: StopRequest) -> int:
+def _run(argv: Sequence[str], stop: StopRequest) -> tuple[Exception, int] | None:
+    """The run itself; what it failed of, and the exit code for that."""
     try:
         arguments = FinetuneParser("finetune").parse_intermixed_args(list(argv))
         config = load_recipe(arguments.recipe, arguments.overrides)
     except ConfigError as error:
-        return _fail(error, 2)
+        return error, 2
     if arguments.print_config:
         if _rank() == 0:
             print(to_yaml(config), end="")
-        return 0
+        return None
     from nemo_moe.checkpoint.folder_writer import SaveError
     from nemo_moe.data.reasoning_gym import check_tasks
     from nemo_moe.resolve import resolve
@@ -58,14 +63,14 @@ def _run(argv: Sequence[str], stop: StopRequest) -> int:
         resolve(config, world_size(), local_world_size=local_world_size())
         check_tasks(config.data)
     except (ValueError, ImportError) as error:
-        return _fail(error, 2)
+        return error, 2
     try:
         finetune(config, stop)
     except StartError as error:
-        return _fail(error, 2)
+        return error, 2
     except (TrainingStopped, SaveError) as error:
-        return _fail(error, 1)
-    return 0
+        return error, 1
+    return None
 
 
 class FinetuneParser(argparse.ArgumentParser):
@@ -81,7 +86,8 @@ class FinetuneParser(argparse.ArgumentParser):
     def __init__(self, prog: str, **texts: Any) -> None:
         super().__init__(prog=prog, description="Fine-tune the model that a recipe describes.", allow_abbrev=False, **texts)
         self.add_argument("recipe", help="the name of a recipe that ships (see `nemo-moe recipes`), or the path of a YAML file")
-        self.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the recipe, such as optimizer.lr=5e-4")
+        # With a default, so that argparse does not call it required where the recipe is missing.
+        self.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="changes to the recipe, such as optimizer.lr=5e-4")
         self.add_argument("--print-config", action="store_true", help="print the config and stop")
 
     def error(self, message: str) -> NoReturn:
@@ -96,11 +102,11 @@ def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def _fail(error: Exception, code: int) -> int:
+def _fail(error: Exception, code: int, *, wait: bool) -> int:
     rank = _rank()
     if int(os.environ.get("LOCAL_RANK", rank)) == 0:
         where = f"[node {os.environ.get('GROUP_RANK', '?')}, {socket.gethostname()}] " if rank else ""
         print(f"{where}finetune: error: {error}", file=sys.stderr, flush=True)
-    else:
+    elif wait:
         time.sleep(_GRACE_SECONDS)
     return code

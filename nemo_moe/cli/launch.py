@@ -1,17 +1,21 @@
 """torchrun's options on our command line, and the start of torchrun with them.
 
-The parent checks everything that can be checked without a rank first, then becomes torchrun (exec): signals reach it and
-its exit code is the command's, with no process in between. Options are passed on as they were written. Left out on
-purpose: torchrun's options for what to run (`--module`, `--no-python`, `--run-path`), since that is this package.
+The parent checks everything that can be checked without a rank first, then becomes torchrun (exec; `cli.torchrun`, which
+differs in how a stop by signal ends): signals reach it and its exit code is the command's, with no process in between.
+Options are passed on as they were written. Left out on purpose: torchrun's options for what to run (`--module`,
+`--no-python`, `--run-path`), since that is this package.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
+
+from nemo_moe.cli.torchrun import PATIENCE_VARIABLE
 
 # Option -> help; None is passed on without being listed. Underscores are as good as dashes, as for torchrun.
 VALUE_OPTIONS: dict[str, str | None] = {
@@ -45,6 +49,7 @@ FLAG_OPTIONS: dict[str, str | None] = {
     "--virtual-local-rank": None,
 }
 SHORT_OPTIONS = {"--redirects": "-r", "--tee": "-t"}
+_MARGIN_SECONDS = 15  # beyond the ranks' own grace time: they end themselves and say why, before torchrun ends them
 _NAMES_A_PLACE = ("--master-addr", "--master-port", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--standalone")
 
 
@@ -112,15 +117,22 @@ def torchrun_command(arguments: argparse.Namespace, rank_arguments: Sequence[str
     options: list[str] = [f"--nproc-per-node={local_ranks(arguments)}", *arguments.torchrun]
     if total_ranks(arguments) == local_ranks(arguments) and not any(name in arguments.torchrun for name in _NAMES_A_PLACE):
         options.append("--standalone")  # a fixed default port would let two jobs on one machine collide
-    return [sys.executable, "-m", "torch.distributed.run", *options, "-m", "nemo_moe.cli.main", *rank_arguments]
+    return [sys.executable, "-m", "nemo_moe.cli.torchrun", *options, "-m", "nemo_moe.cli.main", *rank_arguments]
 
 
-def launch(arguments: argparse.Namespace, rank_arguments: Sequence[str]) -> NoReturn:
-    """Become torchrun."""
+def launch(arguments: argparse.Namespace, rank_arguments: Sequence[str], grace_seconds: float | None = None) -> NoReturn:
+    """Become torchrun.
+
+    Args:
+        grace_seconds: what the ranks may take to stop after a signal; torchrun waits a little longer, unless
+            --shutdown-timeout or its environment variable says otherwise. None leaves torchrun's default.
+    """
     # What torchrun sets anyway, with a warning; the ranks share out the cores themselves.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Some data tasks iterate over sets of strings, whose order would differ from rank to rank.
     os.environ.setdefault("PYTHONHASHSEED", "0")
+    if grace_seconds is not None:
+        os.environ.setdefault(PATIENCE_VARIABLE, str(math.ceil(grace_seconds) + _MARGIN_SECONDS))
     command = torchrun_command(arguments, rank_arguments)
     sys.stdout.flush()
     sys.stderr.flush()

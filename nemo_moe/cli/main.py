@@ -1,4 +1,4 @@
-"""The `nemo-moe` command: finetune, benchmark, recipes.
+"""The `nemo-moe` command: finetune, benchmark, export, doctor, recipes.
 
 It also is what torchrun starts on every rank (`python -m nemo_moe.cli.main finetune ...` with the ranks' environment
 variables), where it goes straight to the rank's work. torch is imported only by what needs it, so lists and messages
@@ -12,10 +12,13 @@ import importlib.metadata
 import platform
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from nemo_moe import __version__
 from nemo_moe.cli.launch import add_launch_options, is_launch, launch, local_ranks, total_ranks, with_dashes
+
+if TYPE_CHECKING:
+    from nemo_moe.config import RunConfig
 
 _EXAMPLES = """examples:
   nemo-moe recipes
@@ -23,6 +26,8 @@ _EXAMPLES = """examples:
   nemo-moe finetune demo --nproc-per-node 2 train.max_steps=100 optimizer.lr=1e-3
   nemo-moe finetune my_run.yaml --print-config
   nemo-moe benchmark layer --nproc-per-node 2
+  nemo-moe export runs/my_run my_model
+  nemo-moe doctor demo
 """
 _FINETUNE_EXAMPLES = """examples:
   nemo-moe finetune demo --nproc-per-node 2                       two ranks of this machine
@@ -63,9 +68,11 @@ def _finetune(argv: list[str]) -> int:
         return run_finetune_rank(rank_arguments)
     lines, config = _check(parser, arguments)
     if arguments.print_config:
-        print("".join(f"# {line}\n" for line in lines) + config, end="")
+        from nemo_moe.compose import to_yaml
+
+        print("".join(f"# {line}\n" for line in lines) + to_yaml(config), end="")
         return 0
-    launch(arguments, ["finetune", *rank_arguments])
+    launch(arguments, ["finetune", *rank_arguments], config.checkpoint.grace_seconds)
 
 
 def _finetune_arguments(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
@@ -88,9 +95,9 @@ def _finetune_arguments(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, a
     return parser, arguments
 
 
-def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> tuple[list[str], str]:
-    """What the ranks would find wrong, found before there are any. The resolved lines (where ranks are known) and YAML."""
-    from nemo_moe.compose import load_recipe, to_yaml
+def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> tuple[list[str], RunConfig]:
+    """What the ranks would find wrong, found before there are any. The resolved lines (where ranks are known) and config."""
+    from nemo_moe.compose import load_recipe
 
     try:
         config = load_recipe(arguments.recipe, arguments.overrides)
@@ -104,7 +111,7 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> tu
         check_tasks(config.data)
     except (ValueError, ImportError) as error:
         _fail(parser, error)
-    return lines, to_yaml(config)
+    return lines, config
 
 
 def _benchmark(argv: list[str]) -> int:
@@ -120,6 +127,18 @@ def _benchmark(argv: list[str]) -> int:
     except (ValueError, ImportError) as error:
         _fail(options, error)
     launch(arguments, ["benchmark", *given])
+
+
+def _export(argv: list[str]) -> int:
+    from nemo_moe.cli.export import run_export
+
+    return run_export(argv)
+
+
+def _doctor(argv: list[str]) -> int:
+    from nemo_moe.cli.doctor import run_doctor
+
+    return run_doctor(argv)
 
 
 def _recipes(argv: list[str]) -> int:
@@ -154,10 +173,12 @@ def _versions() -> str:
     return f"nemo_moe {__version__} ({torch}, python {platform.python_version()})"
 
 
-_COMMANDS = {"finetune": _finetune, "benchmark": _benchmark, "recipes": _recipes}
+_COMMANDS = {"finetune": _finetune, "benchmark": _benchmark, "export": _export, "doctor": _doctor, "recipes": _recipes}
 _COMMAND_HELP = {
     "finetune": "fine-tune the model that a recipe describes",
     "benchmark": "time dispatchers and experts against each other",
+    "export": "write a checkpoint of a run as a Hugging Face folder",
+    "doctor": "say which dispatchers and experts run on this machine, and why the others do not",
     "recipes": "list the recipes that ship",
 }
 

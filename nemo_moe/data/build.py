@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerFast
 
 from nemo_moe.config import DataConfig
-from nemo_moe.data.chat import Encoded, Sample, encode_chats, encode_problems, problem_chat
+from nemo_moe.data.chat import Encoded, Sample, encode_chats, encode_problems, encode_prompts, problem_chat
 from nemo_moe.data.reasoning_gym import Problem, generate_problems
 from nemo_moe.data.tokenizer import CHAT_TEMPLATE, train_tokenizer
 
@@ -55,6 +55,7 @@ def build_data(config: DataConfig, seed: int, tokenizer: PreTrainedTokenizerFast
     split = generate_problems(config, seed)
     if tokenizer is None:
         tokenizer = train_tokenizer(split.train)
+    encode_prompts(tokenizer, [split.held_out[0].question])  # a template that cannot ask is better known now than after training
     train = _encode(tokenizer, split.train, config.max_length)
     held_out = _encode(tokenizer, split.held_out, config.max_length)
     answers = Counter(problem.answer for problem in split.train)

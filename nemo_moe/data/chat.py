@@ -74,7 +74,7 @@ def encode_chats(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], max_
     """Render, tokenize and mask chats of any number of turns with the tokenizer's chat template.
 
     Raises:
-        ValueError: the tokenizer has no chat template, or one without {% generation %} marks.
+        ValueError: the tokenizer has no chat template, one without {% generation %} marks, or one that cannot render the chats.
 
     Cost: about 0.1 ms a chat; `encode_problems` is for many short ones.
     """
@@ -86,7 +86,7 @@ def encode_chats(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], max_
             "the tokenizer's chat template has no {% generation %} marks, so it does not tell which tokens are the assistant's;"
             " put {% generation %} and {% endgeneration %} around the assistant's text and end token in tokenizer.chat_template"
         )
-    pieces: Any = tokenizer.apply_chat_template(list(chats), tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    pieces = _apply_template(tokenizer, chats, return_assistant_tokens_mask=True)
     samples = [
         Sample(ids, [token if learnt else IGNORE_INDEX for token, learnt in zip(ids, mask, strict=True)])
         for ids, mask in zip(pieces["input_ids"], pieces["assistant_masks"], strict=True)
@@ -125,12 +125,26 @@ def encode_problems(tokenizer: PreTrainedTokenizerFast, problems: Sequence[Probl
 
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, questions: Sequence[str]) -> list[list[int]]:
-    """Ids of the chat template up to the point where the assistant writes, one list for each question."""
+    """Ids of the chat template up to the point where the assistant writes, one list for each question.
+
+    Raises ValueError where the template cannot render them.
+    """
     if not questions:
         return []  # the template call wants at least one chat
     chats = [[{"role": "user", "content": question}] for question in questions]
-    encoded: Any = tokenizer.apply_chat_template(chats, tokenize=True, add_generation_prompt=True, return_dict=True)
-    return list(encoded["input_ids"])
+    return list(_apply_template(tokenizer, chats, add_generation_prompt=True)["input_ids"])
+
+
+def _apply_template(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], **options: Any) -> Any:
+    """What the chat template gives, as ids. A template is a program of the user's: whatever it raises becomes ValueError."""
+    try:
+        return tokenizer.apply_chat_template(list(chats), tokenize=True, return_dict=True, **options)
+    except Exception as error:
+        roles = ", ".join(dict.fromkeys(message["role"] for chat in chats for message in chat))
+        raise ValueError(
+            f"the tokenizer's chat template cannot render chats of the roles {roles} ({type(error).__name__}: {error});"
+            " repair tokenizer.chat_template"
+        ) from error
 
 
 def _finish(samples: list[Sample], max_length: int, unknown_id: int | None) -> Encoded:

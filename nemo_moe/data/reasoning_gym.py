@@ -29,10 +29,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from nemo_moe.config import DataConfig, TaskConfig
+from nemo_moe.config import HALF_OF_SEEDS, HELD_OUT_TRIES, DataConfig, TaskConfig
 
-_HALF_OF_SEEDS = 2**31  # some tasks seed numpy, which takes 32 bits
-_HELD_OUT_TRIES = 50  # generated items per held-out item wanted, before the question space counts as too small
 _SEPARATORS = re.compile(r"[\s,;:!?()\[\]{}'\"`]+")
 _SENTENCE_END = re.compile(r"\.(?!\S)")
 _RESERVED = ("seed", "size")
@@ -159,7 +157,7 @@ def _check_task(task: TaskConfig) -> None:
     tasks = _tasks()
     if task.name not in tasks:
         near = difflib.get_close_matches(task.name, list(tasks), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f"; did you mean {near[0]!r}?" if near else "."
         raise ValueError(f"data.tasks: unknown task {task.name!r}{hint} List all {len(tasks)} with: {_LIST_COMMAND}")
     legal = {field.name for field in dataclasses.fields(tasks[task.name][1])} - set(_RESERVED)
     for key in task.params:
@@ -195,8 +193,8 @@ def _problems(task: TaskConfig, start_seed: int, size: int) -> list[Problem]:
 def _add_held_out(held_out: dict[str, Problem], task: TaskConfig, index: int, wanted: int, seed: int) -> None:
     """Add `wanted` problems that are distinct under `canonical_question`, keyed by task and it."""
     have, tried = 0, 0
-    start_seed = _HALF_OF_SEEDS + _start_seed(seed, index, task.name, wanted * _HELD_OUT_TRIES)
-    while have < wanted and tried < wanted * _HELD_OUT_TRIES:
+    start_seed = HALF_OF_SEEDS + _start_seed(seed, index, task.name, wanted * HELD_OUT_TRIES)
+    while have < wanted and tried < wanted * HELD_OUT_TRIES:
         for problem in _problems(task, start_seed + tried, wanted):
             key = f"{task.name}: {canonical_question(problem.question)}"
             if have < wanted and key not in held_out:
@@ -213,7 +211,7 @@ def _add_held_out(held_out: dict[str, Problem], task: TaskConfig, index: int, wa
 def _start_seed(seed: int, index: int, name: str, size: int) -> int:
     """An offset in [0, 2^31 - size] that depends on the run's seed, the place in the mixture and the name."""
     digest = hashlib.sha256(f"{seed}/{index}/{name}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") % (_HALF_OF_SEEDS - size + 1)
+    return int.from_bytes(digest[:8], "big") % (HALF_OF_SEEDS - size + 1)
 
 
 def describe_task(name: str) -> str:

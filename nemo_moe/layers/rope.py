@@ -18,6 +18,7 @@ B batch, S sequence, D head size.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -69,8 +70,7 @@ class RopeConfig:
     high_freq_factor: float | None = None
 
     def __post_init__(self) -> None:
-        if self.rope_type not in ROPE_SETTINGS:
-            raise ValueError(f"rope_type: unknown value {self.rope_type!r} (legal: {', '.join(ROPE_SETTINGS)})")
+        _check_type(self.rope_type)
         given = {name: value for name, value in self.settings().items() if name != "rope_type"}
         for name in ROPE_SETTINGS[self.rope_type][0]:
             if name not in given:
@@ -94,10 +94,11 @@ class RopeConfig:
         if given.get("partial_rotary_factor") in (1, 1.0):
             del given["partial_rotary_factor"]
         rope_type = given.get("rope_type", "default")
+        _check_type(rope_type)
         for name, value in given.items():
-            if isinstance(value, Mapping):
-                raise ValueError(f"rope settings per layer type ({name!r}) are not supported; give one set for all layers")
             if name not in cls.__dataclass_fields__:
+                if isinstance(value, Mapping):
+                    raise ValueError(f"rope settings per layer type ({name!r}) are not supported; give one set for all layers")
                 raise ValueError(f"rope settings: unknown key {name!r}; {_legal(rope_type)}")
             if isinstance(value, str) and name != "rope_type":
                 given[name] = _parsed(name, value)
@@ -108,9 +109,12 @@ class RopeConfig:
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
+def _check_type(rope_type: object) -> None:
+    if not isinstance(rope_type, str) or rope_type not in ROPE_SETTINGS:
+        raise ValueError(f"rope_type: unknown value {rope_type!r} (legal: {', '.join(ROPE_SETTINGS)})")
+
+
 def _legal(rope_type: str) -> str:
-    if rope_type not in ROPE_SETTINGS:
-        return f"legal types: {', '.join(ROPE_SETTINGS)}"
     needed, optional = ROPE_SETTINGS[rope_type]
     return f"rope_type {rope_type!r} takes rope_theta{''.join(', ' + name for name in needed + optional)}"
 
@@ -121,7 +125,7 @@ def _check_setting(rope_type: str, name: str, value: object) -> None:
     if name == "truncate":
         if not isinstance(value, bool):
             raise ValueError(f"rope settings: truncate must be true or false, found {value!r}")
-    elif isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+    elif isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
         raise ValueError(f"rope settings: {name} must be a number above 0, found {value!r}")
 
 

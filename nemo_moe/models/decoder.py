@@ -28,6 +28,8 @@ from nemo_moe.layers.rope import RopeConfig, RotaryEmbedding
 from nemo_moe.moe.layer import MoE
 from nemo_moe.moe.types import RouterStats
 
+STORED_DTYPES = ("float32", "bfloat16", "float16")  # that weights may be written in
+
 
 class ModelOutput(NamedTuple):
     """What a forward pass returns.
@@ -102,8 +104,13 @@ class DecoderConfig(ABC):
             raise ValueError(f"model config: head_dim must be even for rotary embeddings, found {self.head_dim}")
         if not 0 <= self.attention_dropout < 1:
             raise ValueError(f"model config: attention_dropout must be in [0, 1), found {self.attention_dropout}")
-        if self.dtype is not None and not isinstance(getattr(torch, self.dtype, None), torch.dtype):
-            raise ValueError(f"model config: torch_dtype: unknown value {self.dtype!r} (legal: float32, bfloat16, float16)")
+        for name in ("num_experts", "initializer_range", "router_aux_loss_coef"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"model config: {name} must be 0 or more, found {getattr(self, name)}")
+        if self.rms_norm_eps <= 0:
+            raise ValueError(f"model config: rms_norm_eps must be above 0, found {self.rms_norm_eps}")
+        if self.dtype not in (None, *STORED_DTYPES):
+            raise ValueError(f"model config: torch_dtype: unknown value {self.dtype!r} (legal: {', '.join(STORED_DTYPES)})")
         if any(self.is_moe_layer(index) for index in range(self.num_hidden_layers)):
             self.moe(use_expert_bias=False)  # for its checks
 

@@ -9,7 +9,8 @@ and refused where a user wrote it: a folder's file is what it is, but what a use
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 # Newer (or other) spelling -> the spelling of the hub's files, which is the one used here and written back.
@@ -18,15 +19,44 @@ _RENAMED = {"num_local_experts": "num_experts", "dtype": "torch_dtype"}
 # What else people call a key, where the nearest name would be another one.
 _FOREIGN = {"hidden": "hidden_size", "top_k": "num_experts_per_tok", "topk": "num_experts_per_tok", "n_routed_experts": "num_experts"}
 
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int
+
+
+def _is_list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(fits, value))
+
+
 # Keys any Hugging Face config may have that change nothing about the weights or the forward pass; kept and written back.
-HARMLESS_KEYS = frozenset(
-    """
-    architectures auto_map bos_token_id chunk_size_feed_forward decoder_start_token_id eos_token_id finetuning_task id2label
-    is_decoder is_encoder_decoder label2id layer_types max_window_layers output_attentions output_hidden_states
-    output_router_logits pad_token_id pretraining_tp problem_type return_dict sep_token_id tokenizer_class torchscript
-    transformers_version use_bfloat16 use_cache _attn_implementation _experts_implementation _name_or_path
-    """.split()  # noqa: SIM905 -- a list of 30 strings is not easier to read
+# They stand with what their values may be, null aside: what is written has to be read by transformers.
+_KEPT: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    (
+        "a whole number",
+        _is_whole,
+        "bos_token_id chunk_size_feed_forward decoder_start_token_id max_window_layers pad_token_id pretraining_tp sep_token_id",
+    ),
+    ("a whole number or a list of them", lambda value: _is_whole(value) or _is_list_of(_is_whole)(value), "eos_token_id"),
+    (
+        "true or false",
+        lambda value: isinstance(value, bool),
+        "is_decoder is_encoder_decoder output_attentions output_hidden_states output_router_logits return_dict torchscript use_bfloat16"
+        " use_cache",
+    ),
+    (
+        "text",
+        lambda value: isinstance(value, str),
+        "finetuning_task problem_type tokenizer_class transformers_version _attn_implementation _experts_implementation _name_or_path",
+    ),
+    ("a list of texts", _is_list_of(lambda value: isinstance(value, str)), "architectures"),
+    (
+        "a list of full_attention and sliding_attention",
+        _is_list_of(lambda value: value in ("full_attention", "sliding_attention")),
+        "layer_types",
+    ),
+    ("a mapping", lambda value: isinstance(value, Mapping), "auto_map id2label label2id"),
 )
+HARMLESS_KEYS = {key: (kind, fits) for kind, fits, keys in _KEPT for key in keys.split()}
 
 
 def standard_names(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,13 +97,11 @@ def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     if not flat and "rope_scaling" in config:
         flat = [{"rope_type": "default"}]  # an explicit null turns scaling off when it is laid over another config
     rope = dict(flat[0]) if flat else {}
-    thetas = {section["rope_theta"] for section in flat if section.get("rope_theta") is not None}
-    if config.get("rope_theta") is not None:
-        thetas.add(config["rope_theta"])
-    if len(thetas) > 1:
-        raise ValueError(f"rope_theta is given more than once, with different values: {', '.join(str(theta) for theta in sorted(thetas))}")
+    thetas = [section["rope_theta"] for section in (config, *flat) if section.get("rope_theta") is not None]
+    if any(theta != thetas[0] for theta in thetas[1:]):
+        raise ValueError(f"rope_theta is given more than once, with different values: {', '.join(map(str, thetas))}")
     if thetas:
-        rope["rope_theta"] = thetas.pop()
+        rope["rope_theta"] = thetas[0]
     return rope
 
 
@@ -104,7 +132,7 @@ def refuse_misspelt(keys: Iterable[str], meaningful: Iterable[str], family: str)
         keys: of a folder's config.
         meaningful: the keys that the family reads.
     """
-    spellings = _legal(meaningful) | HARMLESS_KEYS
+    spellings = _legal(meaningful) | set(HARMLESS_KEYS)
     for key in keys:
         near = [] if key in spellings else difflib.get_close_matches(key, spellings, n=1, cutoff=0.85)
         if near:
@@ -119,7 +147,7 @@ def refuse_unknown(keys: Iterable[str], meaningful: Iterable[str], family: str) 
         meaningful: the keys that the family reads.
     """
     legal = _legal(meaningful)
-    unknown = [key for key in keys if key not in legal | HARMLESS_KEYS]
+    unknown = [key for key in keys if key not in legal and key not in HARMLESS_KEYS]
     if not unknown:
         return
     hints = []
@@ -132,6 +160,20 @@ def refuse_unknown(keys: Iterable[str], meaningful: Iterable[str], family: str) 
         f"model config of {family}: {found} (legal: {', '.join(sorted(legal))};"
         " and Hugging Face's keys without effect here, such as use_cache)"
     )
+
+
+def check_kept(values: Mapping[str, Any], num_hidden_layers: int) -> None:
+    """Raise ValueError for a key without effect here whose value transformers would not read in the saved model."""
+    for key, (kind, fits) in HARMLESS_KEYS.items():
+        value = values.get(key)
+        if value is not None and not fits(value):
+            raise ValueError(f"model config: {key} must be {kind}, or null; found {value!r}")
+    layer_types = values.get("layer_types")
+    if layer_types is not None and len(layer_types) != num_hidden_layers:
+        raise ValueError(
+            f"model config: layer_types has {len(layer_types)} entries, and num_hidden_layers is {num_hidden_layers};"
+            " give one for each layer, or set layer_types to null"
+        )
 
 
 class Fields:
@@ -176,11 +218,11 @@ class Fields:
     def _number(self, key: str, *, whole: bool) -> float:
         value = self._value(key)
         kind: type[int] | type[float] = int if whole else float
-        if isinstance(value, str):  # "20" and "1e-6": YAML readers differ on what is a number
-            try:
-                return kind(value)
-            except ValueError:
+        if not isinstance(value, bool) and isinstance(value, (str, int, kind)):
+            try:  # text too, "20" and "1e-6": YAML readers differ on what is a number
+                number = kind(value)
+                if math.isfinite(number):
+                    return number
+            except (ValueError, OverflowError):
                 pass
-        if isinstance(value, bool) or not isinstance(value, (int, kind)):
-            raise ValueError(f"model config: {key} must be a {'whole ' if whole else ''}number, found {value!r}")
-        return value
+        raise ValueError(f"model config: {key} must be a {'whole ' if whole else 'finite '}number, found {value!r}")

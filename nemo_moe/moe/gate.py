@@ -39,13 +39,16 @@ class Gate(nn.Module):
 
         Args:
             hidden_states: [T, H], any floating dtype.
-            token_mask: [T] bool, False for padding; None means that every token is real.
+            token_mask: [T] bool, False for padding, whose hidden states may be anything; None means that every token is real.
 
         Returns:
             topk_idx: [T, K] int64, -1 for padding.
             topk_weights: [T, K] fp32, differentiable, 0 for padding.
             stats: sums over this rank's real tokens; probs_sum and z_sum are differentiable.
         """
+        if token_mask is not None:
+            # Zeros, since a weight's gradient sums over all rows: one NaN in padding would be in all of it.
+            hidden_states = hidden_states.masked_fill(~token_mask[:, None], 0.0)
         router_logits = F.linear(hidden_states.float(), self.weight.float())
         scores = self._scores(router_logits)
         topk_idx = remembered(lambda: self._select(scores))

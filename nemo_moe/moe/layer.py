@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -56,8 +57,23 @@ class MoE(nn.Module):
         Returns:
             The weighted sum of each token's experts, in the shape and dtype of `hidden_states`, and the gate's
             statistics of this rank's tokens.
+
+        Raises:
+            ValueError: a tensor of another shape or dtype.
         """
+        self._check(hidden_states, token_mask)
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         topk_idx, topk_weights, stats = self.gate(tokens, None if token_mask is None else token_mask.reshape(-1))
         output = self.experts(tokens, topk_idx, topk_weights, self.dispatcher)
         return output.view(hidden_states.shape), stats
+
+    def _check(self, hidden_states: Tensor, token_mask: Tensor | None) -> None:
+        shape, hidden_size = tuple(hidden_states.shape), self.config.hidden_size
+        if len(shape) not in (2, 3) or shape[-1] != hidden_size:
+            raise ValueError(f"hidden_states must be [T, {hidden_size}] or [B, S, {hidden_size}], found {list(shape)}")
+        if token_mask is None:
+            return
+        if token_mask.dtype is not torch.bool:
+            raise ValueError(f"token_mask must be torch.bool, True for real tokens, found {token_mask.dtype}; write mask != 0")
+        if token_mask.shape != shape[:-1]:
+            raise ValueError(f"token_mask must have an entry for each token, {list(shape[:-1])}, found {list(token_mask.shape)}")

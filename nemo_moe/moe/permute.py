@@ -79,6 +79,28 @@ def _chunk(elements_per_output: int) -> int:
     return max(1, 2**25 // max(1, elements_per_output))
 
 
+def merge_duplicates(topk_idx: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Give each expert that a token names twice to its first slot, with the sum of the weights; the other slots become -1.
+
+    For libraries that send a token to an expert once. No host synchronisation.
+
+    Args:
+        topk_idx: [T, K] int64, -1 for dropped slots.
+        topk_weights: [T, K] fp32.
+
+    Returns:
+        ids [T, K] and weights [T, K] without duplicates (0 for dropped slots), and first_slot [T, K] int64, the slot that
+        each slot was given to (itself, where it is the first).
+    """
+    same = topk_idx[:, :, None] == topk_idx[:, None, :]
+    first_slot = same.to(torch.uint8).argmax(dim=2)  # the first slot with the same id
+    slots = torch.arange(topk_idx.shape[1], device=topk_idx.device)
+    real = topk_idx >= 0
+    weights = torch.zeros_like(topk_weights).scatter_add_(1, first_slot, torch.where(real, topk_weights, 0.0))
+    kept = real & (first_slot == slots)
+    return torch.where(kept, topk_idx, -1), torch.where(kept, weights, 0.0), first_slot
+
+
 def reference_sum_slots(rows: Tensor, slot_rows: Tensor) -> Tensor:
     """The slow, obvious form of `sum_slots`, for tests and benchmarks."""
     total = torch.zeros(slot_rows.shape[0], rows.shape[1], device=rows.device)

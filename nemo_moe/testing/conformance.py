@@ -10,6 +10,7 @@ T tokens of a rank, K experts per token, E experts, H hidden size, I expert widt
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -120,47 +121,53 @@ class Result:
     row_weights: Tensor
 
 
-def draw_batches(case: Case, world_size: int, *, shared: bool, seed: int, dtype: torch.dtype = torch.float32) -> list[Batch]:
+def draw_batches(
+    case: Case, world_size: int, *, shared: bool, seed: int, dtype: torch.dtype = torch.float32, hidden_size: int = HIDDEN_SIZE
+) -> list[Batch]:
     """The inputs of all ranks, the same on every rank. `shared`: all ranks hold rank 0's batch."""
     batches = []
     for rank in range(world_size):
         generator = torch.Generator().manual_seed(1000 * seed + rank)
         num_tokens = case.tokens[rank % len(case.tokens)]
-        hidden_states = torch.randn(num_tokens, HIDDEN_SIZE, generator=generator).to(dtype)
+        hidden_states = torch.randn(num_tokens, hidden_size, generator=generator).to(dtype)
         topk_idx = case.route(generator, num_tokens, case.num_experts, case.top_k)
         topk_weights = torch.rand(num_tokens, case.top_k, generator=generator)
-        loss_weights = torch.randn(num_tokens, HIDDEN_SIZE, generator=generator)
+        loss_weights = torch.randn(num_tokens, hidden_size, generator=generator)
         batches.append(Batch(hidden_states, topk_idx, topk_weights, loss_weights))
     return [batches[0]] * world_size if shared else batches
 
 
-def expert_weights(case: Case, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def expert_weights(case: Case, seed: int, dtype: torch.dtype = torch.float32, hidden_size: int = HIDDEN_SIZE) -> tuple[Tensor, Tensor]:
     """gate_up_proj [E, 2I, H] and down_proj [E, H, I] of all experts, the same on every rank."""
     generator = torch.Generator().manual_seed(77 + seed)
-    gate_up_proj = torch.randn(case.num_experts, 2 * EXPERT_WIDTH, HIDDEN_SIZE, generator=generator) / HIDDEN_SIZE**0.5
-    down_proj = torch.randn(case.num_experts, HIDDEN_SIZE, EXPERT_WIDTH, generator=generator) / EXPERT_WIDTH**0.5
+    gate_up_proj = torch.randn(case.num_experts, 2 * EXPERT_WIDTH, hidden_size, generator=generator) / hidden_size**0.5
+    down_proj = torch.randn(case.num_experts, hidden_size, EXPERT_WIDTH, generator=generator) / EXPERT_WIDTH**0.5
     return gate_up_proj.to(dtype), down_proj.to(dtype)
 
 
-def reference(case: Case, batches: list[Batch], rank: int, world_size: int, *, shared: bool, seed: int) -> Result:
+def reference(
+    case: Case, batches: list[Batch], rank: int, world_size: int, *, shared: bool, seed: int, merges_duplicates: bool = False
+) -> Result:
     """The layer by plain loops in fp64 on the tokens of all ranks; the slice that belongs to `rank`.
 
     With a shared batch there is one loss (each rank computes the same), otherwise the sum of the ranks' losses.
+    `merges_duplicates` changes what arrives (one row for an expert that a token names twice), not what is computed.
     """
-    gate_up_proj, down_proj = (weight.double().requires_grad_() for weight in expert_weights(case, seed, batches[0].hidden_states.dtype))
+    dtype, hidden_size = batches[0].hidden_states.dtype, batches[0].hidden_states.shape[1]
+    gate_up_proj, down_proj = (weight.double().requires_grad_() for weight in expert_weights(case, seed, dtype, hidden_size))
     leaves, outputs, loss = [], [], torch.zeros((), dtype=torch.float64)
     for batch in batches[:1] if shared else batches:
         hidden_states = batch.hidden_states.double().requires_grad_()
         topk_weights = batch.topk_weights.double().requires_grad_()
         rows = []
         for token, ids in enumerate(batch.topk_idx.tolist()):
-            total = torch.zeros(HIDDEN_SIZE, dtype=torch.float64)
+            total = torch.zeros(hidden_size, dtype=torch.float64)
             for slot, expert in enumerate(ids):
                 if expert >= 0:
                     gate, up = (gate_up_proj[expert] @ hidden_states[token]).chunk(2)
                     total = total + topk_weights[token, slot] * (down_proj[expert] @ (F.silu(gate) * up))
             rows.append(total)
-        output = torch.stack(rows) if rows else torch.zeros(0, HIDDEN_SIZE, dtype=torch.float64)
+        output = torch.stack(rows) if rows else torch.zeros(0, hidden_size, dtype=torch.float64)
         # The zero keeps leaves that no slot reaches in the graph: their gradients are zeros, not missing.
         loss = loss + (output * batch.loss_weights.double()).sum() + 0.0 * (hidden_states.sum() + topk_weights.sum())
         leaves.append((hidden_states, topk_weights))
@@ -168,12 +175,24 @@ def reference(case: Case, batches: list[Batch], rank: int, world_size: int, *, s
     (loss + 0.0 * (gate_up_proj.sum() + down_proj.sum())).backward()
     mine = 0 if shared else rank
     local = slice(rank * case.num_experts // world_size, (rank + 1) * case.num_experts // world_size)
-    ids = torch.cat([batch.topk_idx.reshape(-1) for batch in (batches[:1] if shared else batches)])
-    weights = torch.cat([batch.topk_weights.reshape(-1) for batch in (batches[:1] if shared else batches)])
+    slots = [_slots(batch, merges_duplicates) for batch in (batches[:1] if shared else batches)]
+    ids, weights = torch.cat([ids for ids, _ in slots]), torch.cat([weights for _, weights in slots])
     counts = torch.bincount(ids[ids >= 0], minlength=case.num_experts)[local]
     row_weights = weights[(ids >= local.start) & (ids < local.stop)].sort().values
     experts = [_gradient(gate_up_proj)[local], _gradient(down_proj)[local]]
     return Result(outputs[mine], _gradient(leaves[mine][0]), _gradient(leaves[mine][1]), experts, counts, row_weights)
+
+
+def _slots(batch: Batch, merged: bool) -> tuple[Tensor, Tensor]:
+    """Expert ids and routing weights of all slots of a batch; `merged` adds up those of one token and one expert."""
+    if not merged:
+        return batch.topk_idx.reshape(-1), batch.topk_weights.reshape(-1)
+    sums: dict[tuple[int, int], Tensor] = {}
+    for token, (ids, weights) in enumerate(zip(batch.topk_idx.tolist(), batch.topk_weights, strict=True)):
+        for expert, weight in zip(ids, weights, strict=True):
+            sums[token, expert] = sums[token, expert] + weight if (token, expert) in sums else weight
+    ids = torch.tensor([expert for _, expert in sums], dtype=torch.int64)
+    return ids, torch.stack(list(sums.values())) if sums else batch.topk_weights.new_zeros(0)
 
 
 def run_layer(
@@ -197,9 +216,9 @@ def run_layer(
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     dispatcher = dispatcher or MoEFlexTokenDispatcher(backend, case.num_experts, group)
-    dtype = batch.hidden_states.dtype
-    experts = build_experts(backend.experts, case.num_experts, HIDDEN_SIZE, EXPERT_WIDTH).to(dtype)
-    gate_up_proj, down_proj = expert_weights(case, seed, dtype)
+    dtype, hidden_size = batch.hidden_states.dtype, batch.hidden_states.shape[1]
+    experts = build_experts(backend.experts, case.num_experts, hidden_size, EXPERT_WIDTH).to(dtype)
+    gate_up_proj, down_proj = expert_weights(case, seed, dtype, hidden_size)
     with torch.no_grad():
         experts.gate_up_proj.copy_(gate_up_proj)
         experts.down_proj.copy_(down_proj)
@@ -209,7 +228,7 @@ def run_layer(
     topk_weights = batch.topk_weights.to(device, copy=True).requires_grad_()
     topk_idx = batch.topk_idx.to(device)
     if poison:
-        poisoned = [torch.full((64 + 8 * size, HIDDEN_SIZE), float("nan"), dtype=dtype, device=device) for size in range(32)]
+        poisoned = [torch.full((64 + 8 * size, hidden_size), float("nan"), dtype=dtype, device=device) for size in range(32)]
         del poisoned
     recorder = _Recorder(dispatcher)
 
@@ -257,25 +276,30 @@ def check_case(
     steps: int = 1,
     recompute: bool = False,
     poison: bool = False,
+    hidden_size: int | None = None,
 ) -> None:
     """Assert that `backend` computes `case` like the reference, on every rank of `group`. Collective.
 
     Args:
         tolerance: relative to the norm of each reference tensor; on 16-bit dtypes give that dtype's.
         steps: forward/backward passes with fresh data through one dispatcher (buffers and state must not leak).
+        hidden_size: H; None is 64, or the next multiple that the dispatcher's registry entry asks for.
 
     Raises:
         AssertionError: names the tensor, the error found and the tolerance.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    shared = DISPATCHERS.get(backend.dispatcher).needs_shared_batch
+    spec = DISPATCHERS.get(backend.dispatcher)
+    shared = spec.needs_shared_batch
+    hidden_size = hidden_size or math.lcm(HIDDEN_SIZE, spec.hidden_size_multiple_of)
     device = device or torch.device("cpu")
     dispatcher = MoEFlexTokenDispatcher(backend, case.num_experts, group)
     for seed in range(steps):
-        batches = draw_batches(case, world_size, shared=shared, seed=seed, dtype=dtype)
+        batches = draw_batches(case, world_size, shared=shared, seed=seed, dtype=dtype, hidden_size=hidden_size)
         if case.crosses_ranks and world_size > 1:
             assert _crosses_ranks(case, batches, world_size), f"case {case.name} routes nothing to another rank: it shows nothing"
-        expected = reference(case, batches, rank, world_size, shared=shared, seed=seed)
+        merges = spec.merges_duplicates
+        expected = reference(case, batches, rank, world_size, shared=shared, seed=seed, merges_duplicates=merges)
         actual = run_layer(
             case, backend, batches[rank], group, seed=seed, device=device, recompute=recompute, poison=poison, dispatcher=dispatcher
         )

@@ -12,20 +12,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nemo_moe.checkpoint.hf import load_hf_folder
-from nemo_moe.config import RunConfig
+from nemo_moe.config import ModelConfig, RunConfig
+from nemo_moe.data import IGNORE_INDEX
 from nemo_moe.data.build import DataBundle, build_data, digest
 from nemo_moe.data.loader import StepLoader
 from nemo_moe.distributed.mesh import Meshes, build_meshes
 from nemo_moe.distributed.parallelize import init_weights, parallelize
+from nemo_moe.hf_folder import read_hf_config
 from nemo_moe.models.decoder import DecoderForCausalLM
+from nemo_moe.models.hf_config import standard_names
 from nemo_moe.registry import MODELS
 from nemo_moe.resolve import Resolved, model_config
 from nemo_moe.train.optimizer import build_optimizer
+from nemo_moe.train.progress import TransferDisplay
 from nemo_moe.train.resume import Resume, check_same_run
 from nemo_moe.train.runtime import agreed, require_same_on_all_ranks
 from nemo_moe.train.schedule import build_schedule, total_steps
@@ -118,7 +123,14 @@ def warnings_of(run: Run) -> list[str]:
             source = "nothing, because the auxiliary losses are off too"
         lines.append(
             "num_experts_per_tok is 1 and norm_topk_prob is true: a routing weight is always 1, so the main loss gives the"
-            f" router no gradient and it learns {source}; set norm_topk_prob to false"
+            f" router no gradient and it learns {source}; set norm_topk_prob to false (where the family has it), or"
+            " num_experts_per_tok to 2 or more"
+        )
+    longest = max(len(sample.input_ids) for sample in (*run.data.train, *run.data.held_out_samples))
+    if longest > run.model_config.max_position_embeddings:
+        lines.append(
+            f"the longest sample has {longest} tokens, but max_position_embeddings of the model's config is"
+            f" {run.model_config.max_position_embeddings}: the model was not made for later positions; lower data.max_length, or raise it"
         )
     if config.schedule.warmup_steps >= run.steps:
         lines.append(
@@ -130,9 +142,16 @@ def warnings_of(run: Run) -> list[str]:
 def data_and_model_config(config: RunConfig) -> tuple[DataBundle, Any]:
     """The data and the family's config, whose vocabulary is the tokenizer's where a recipe from random weights names none.
 
-    Raises ValueError where the model's vocabulary is too small for the tokenizer, and what making the two raises.
+    Raises ValueError where nothing is left to learn or the model's vocabulary is too small for the tokenizer, and what making
+    the two raises.
     """
     data = build_data(config.data, config.seed, tokenizer=_tokenizer_of(config.model.folder))
+    # The first token is never predicted.
+    if all(label == IGNORE_INDEX for sample in data.train for label in sample.labels[1:]):
+        raise ValueError(
+            f"none of the {len(data.train)} training samples has an answer token left to learn, so training would change nothing;"
+            f" data.max_length is {config.data.max_length}: raise it"
+        )
     family_config = model_config(config.model)
     if config.model.folder is None and "vocab_size" not in config.model.config:
         family_config = dataclasses.replace(family_config, vocab_size=len(data.tokenizer))
@@ -153,11 +172,20 @@ def _tokenizer_of(folder: Path | None) -> PreTrainedTokenizerFast | None:
             f"model.path: {folder} holds no tokenizer (none of {', '.join(_TOKENIZER_FILES)}), and a new one would give tokens other ids"
             " than the weights were trained with; copy the tokenizer's files from where the model comes from into the folder"
         )
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # of any kind, from the libraries that read the files
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"model.path: transformers cannot read the tokenizer in {folder} ({type(error).__name__}: {reason}); repair"
+            f" {', '.join(_TOKENIZER_FILES)} or config.json, or copy them anew from where the model comes from"
+        ) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError(
             f"model.path: the tokenizer in {folder} is no fast one ({type(tokenizer).__name__}); convert it to a tokenizer.json"
         )
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"model.path: the tokenizer in {folder} names no end token; set eos_token in its tokenizer_config.json")
     return tokenizer
 
 
@@ -173,8 +201,22 @@ def build_model(config: RunConfig, family_config: Any, meshes: Meshes, *, with_w
     if config.model.folder is None:
         init_weights(model, config.seed, family_config.initializer_range)
     else:
-        load_hf_folder(model, config.model.folder)
+        with TransferDisplay(f"loading {config.model.folder} (rank 0)", active=dist.get_rank() == 0) as display:
+            try:
+                load_hf_folder(model, config.model.folder, progress=display.update)
+            except ValueError as error:
+                raise ValueError(f"{error}{_about_changes(config.model, config.model.folder)}") from error
     return model
+
+
+def _about_changes(model: ModelConfig, folder: Path) -> str:
+    """The keys of model.config that are not what the folder's config says: the likely cause where its weights do not fit."""
+    there = standard_names(read_hf_config(folder))
+    changed = {key: value for key, value in standard_names(model.config).items() if key in there and there[key] != value}
+    if not changed:
+        return ""
+    listed = ", ".join(f"{key} {there[key]} -> {value}" for key, value in changed.items())
+    return f"\nmodel.config changes what the folder's config.json says ({listed}); remove from model.config what you do not mean to change"
 
 
 def _loaders(config: RunConfig, data: DataBundle, meshes: Meshes) -> tuple[StepLoader, StepLoader]:

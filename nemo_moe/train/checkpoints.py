@@ -1,15 +1,17 @@
 """Saving a run and going on with it: what a checkpoint holds besides tensors, and when it counts.
 
 A checkpoint is a folder of DCP files (`checkpoint.training_state`), `state.json` (where the run stands, in the data too,
-and the whole config), the tokenizer and the model's Hugging Face config, so that it can be exported without the recipe.
+and the whole config), and `hf/`, a Hugging Face folder without weights, so that it can be exported without the recipe.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,18 +19,18 @@ import torch.distributed as dist
 
 from nemo_moe import __version__
 from nemo_moe.checkpoint.dcp import read_index, write_tensors
-from nemo_moe.checkpoint.folder_writer import SaveError
+from nemo_moe.checkpoint.folder_writer import write_configs
 from nemo_moe.checkpoint.shards import LocalShard
 from nemo_moe.checkpoint.step_folders import StepFolders
-from nemo_moe.checkpoint.together import on_rank_zero
+from nemo_moe.checkpoint.together import SaveError, on_rank_zero
 from nemo_moe.checkpoint.training_state import restore, training_boxes
 from nemo_moe.train.assemble import Run
+from nemo_moe.train.progress import transfer_text
 from nemo_moe.train.progress_state import Progress
 from nemo_moe.train.resume import FORMAT, STATE_FILE, Resume, read_state
 from nemo_moe.train.schedule import set_schedule
 
-MODEL_CONFIG_FILE = "model_config.json"
-TOKENIZER_FOLDER = "tokenizer"
+HF_FOLDER = "hf"
 
 
 def restore_run(run: Run, resume: Resume, group: dist.ProcessGroup) -> bool:
@@ -53,13 +55,15 @@ class Checkpoints:
     Args:
         run: what is saved.
         record: the config and what it came to, as plain values.
-        data_digest: see `data.build.digest`.
         folders: where.
         group: all ranks, over gloo; of a save alone, because one in the background uses it while training goes on.
+        note: called on rank 0 with a line about each save; from another thread for one in the background.
     """
 
-    def __init__(self, run: Run, record: Mapping[str, Any], folders: StepFolders, group: dist.ProcessGroup) -> None:
-        self._run, self._record, self._folders, self._group = run, record, folders, group
+    def __init__(
+        self, run: Run, record: Mapping[str, Any], folders: StepFolders, group: dist.ProcessGroup, note: Callable[[str], None]
+    ) -> None:
+        self._run, self._record, self._folders, self._group, self._note = run, record, folders, group, note
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._saved: dict[str, Any] | None = None
@@ -121,34 +125,34 @@ class Checkpoints:
             self._error = error
 
     def _write(self, step: int, boxes: list[LocalShard], state: dict[str, Any], is_best: bool) -> None:
-        folders = self._folders
-        what = f"saving {folders.folder(step)}"
-        on_rank_zero(lambda: folders.begin(step), what, self._group)
-        try:
-            write_tensors(boxes, folders.partial(step), self._group)
-        except SaveError as error:
-            on_rank_zero(lambda: folders.abandon(step), what, self._group)
-            raise SaveError(f"{what} failed: {error}; older checkpoints are as they were") from error
+        folders, began = self._folders, time.perf_counter()
 
         def finish() -> None:
-            try:
-                self._finish(step, state, is_best)
-            except Exception:
-                folders.abandon(step)
-                raise
+            size = self._finish(step, state, is_best)
+            self._note(f"checkpoint of step {step}: {transfer_text(size, time.perf_counter() - began)}")
 
-        on_rank_zero(finish, what, self._group)
+        try:
+            on_rank_zero(lambda: folders.begin(step), "making its folder", self._group)
+            write_tensors(boxes, folders.partial(step), self._group)
+            on_rank_zero(finish, "completing it", self._group)
+        except SaveError as error:  # on all ranks alike
+            on_rank_zero(lambda: folders.abandon(step), "removing what was written", self._group)
+            raise SaveError(f"saving {folders.folder(step)} failed: {error}; older checkpoints are as they were") from error
 
-    def _finish(self, step: int, state: dict[str, Any], is_best: bool) -> None:
-        """On rank 0: write what is no tensor, look at the whole, and make it the latest."""
+    def _finish(self, step: int, state: dict[str, Any], is_best: bool) -> int:
+        """On rank 0: write what is no tensor, look at the whole, and make it the latest. Returns its bytes."""
         partial = self._folders.partial(step)
-        self._run.data.tokenizer.save_pretrained(partial / TOKENIZER_FOLDER)
-        (partial / MODEL_CONFIG_FILE).write_text(json.dumps(state["model_config"], indent=2) + "\n", encoding="utf-8")
+        (partial / HF_FOLDER).mkdir()
+        write_configs(partial / HF_FOLDER, state["model_config"], self._run.data.tokenizer, self._run.config.model.folder)
         with (partial / STATE_FILE).open("w", encoding="utf-8") as file:
             json.dump(state, file, indent=2)
+            file.flush()
+            os.fsync(file.fileno())
         read_index(partial)
         read_state(partial)
+        size = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
         self._folders.publish(step, is_best=is_best, keep_last=self._run.config.checkpoint.keep_last)
+        return size
 
     def _state(self, progress: Progress, log_position: Mapping[str, Any]) -> dict[str, Any]:
         return {

@@ -9,17 +9,13 @@ Left out on purpose: skipping steps that are not finite.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from nemo_moe.checkpoint.hf import save_hf_folder
-from nemo_moe.checkpoint.step_folders import StepFolders
 from nemo_moe.compose import to_plain, to_yaml
 from nemo_moe.config import RunConfig
 from nemo_moe.resolve import Resolved, resolve
@@ -29,9 +25,11 @@ from nemo_moe.train.checkpoints import Checkpoints, restore_run
 from nemo_moe.train.evaluate import ExactMatch, exact_match, most_frequent_answer_accuracy
 from nemo_moe.train.logging import RunLogger, Value
 from nemo_moe.train.loop import TrainLoop
+from nemo_moe.train.progress import TransferDisplay
 from nemo_moe.train.progress_state import Progress
 from nemo_moe.train.report import Accuracy, accuracy_lines, load_command
 from nemo_moe.train.resume import Resume, find_resume
+from nemo_moe.train.run_folder import RunFolder
 from nemo_moe.train.runtime import agreed, local_device, local_world_size, process_group, world_size
 from nemo_moe.train.stop_vote import StopAgreed, StopVote
 from nemo_moe.train.watchdog import Watchdog
@@ -68,42 +66,46 @@ def finetune(config: RunConfig, stop: StopRequest | None = None) -> dict[str, Va
     with process_group(resolved.dist_backend, config.distributed.timeout_minutes, device) as store:
         watchdog = Watchdog(store, dist.get_rank(), dist.get_world_size(), seconds, on_peer_failure=stop.peer_failed)
         with watchdog:
+            folder = RunFolder(config)
             try:
-                return _finetune(config, resolved, stop, watchdog)
+                return _finetune(config, resolved, folder, stop, watchdog)
             except BaseException as error:
                 watchdog.failed(f"{type(error).__name__}: {error}")
                 raise
+            finally:
+                folder.release()
 
 
-def _finetune(config: RunConfig, resolved: Resolved, stop: StopRequest, watchdog: Watchdog) -> dict[str, Value]:
+def _finetune(config: RunConfig, resolved: Resolved, folder: RunFolder, stop: StopRequest, watchdog: Watchdog) -> dict[str, Value]:
     torch.manual_seed(config.seed)
     record = {**to_plain(config), "resolved": dataclasses.asdict(resolved)}
-    folder = Path(config.output_dir).expanduser().resolve()
-    folders = StepFolders(folder / "checkpoints")
-    resume = agreed(lambda: find_resume(config, folders))
-    replaced = agreed(lambda: _prepare_folder(config, resolved, record, folder))
-    same_folder = resume is not None and resume.folder.parent == folders.root
-    with RunLogger(config.logging, folder, record, dist.get_rank(), resume.state["log"] if resume and same_folder else None) as log:
-        log.note(to_yaml(config).rstrip())
-        for line in resolved.lines:
+    first = dist.get_rank() == 0
+    earlier = agreed(lambda: folder.check() if first else False)
+    resume = agreed(lambda: find_resume(config, folder.checkpoints))
+    continued = resume is not None and resume.folder.parent == folder.checkpoints.root
+    with RunLogger(config.logging, dist.get_rank()) as log:
+        for line in (to_yaml(config).rstrip(), *resolved.lines):
             log.note(line)
-        if replaced and not same_folder:
-            log.warn(f"{folder} holds an earlier run, whose logs and model are replaced; set output_dir to keep both")
         watchdog.now("building data and model")
         run = assemble(config, resolved, resume)
         # Two groups over gloo: a save in the background must not meet a vote of the main thread.
         votes = dist.new_group(backend="gloo")
         saves = dist.new_group(backend="gloo", timeout=timedelta(hours=_SAVE_HOURS))
-        progress = Progress()
         for line in (*_start_lines(run, resume), *(_restore(run, resume, saves) if resume else ())):
             log.note(line)
+        if first and earlier and not continued:
+            log.warn(f"{folder.path} holds an earlier run, whose logs and model are replaced; set output_dir to keep both")
         for line in warnings_of(run):
             log.warn(line)
-        if resume:
-            progress = resume.progress
-        checkpoints = Checkpoints(run, record, folders, saves)
+        agreed(lambda: folder.write_configs(config, resolved, record) if first else None)
+        log.begin(folder.path, record, resume.state["log"] if resume and continued else None)
+        progress = resume.progress if resume else Progress()
+        checkpoints = Checkpoints(run, record, folder.checkpoints, saves, log.note)
         vote = StopVote(stop, votes, checkpoints.failed)
-        return _train_and_save(run, progress, folder, log, checkpoints, vote, watchdog)
+        figures = _train_and_save(run, progress, folder, log, checkpoints, vote, watchdog)
+        for group in (votes, saves):  # not after a failure: other ranks may be inside a collective of theirs
+            dist.destroy_process_group(group)
+        return figures
 
 
 def _restore(run: Run, resume: Resume, group: dist.ProcessGroup) -> list[str]:
@@ -118,7 +120,7 @@ def _restore(run: Run, resume: Resume, group: dist.ProcessGroup) -> list[str]:
 
 
 def _train_and_save(
-    run: Run, progress: Progress, folder: Path, log: RunLogger, checkpoints: Checkpoints, vote: StopVote, watchdog: Watchdog
+    run: Run, progress: Progress, folder: RunFolder, log: RunLogger, checkpoints: Checkpoints, vote: StopVote, watchdog: Watchdog
 ) -> dict[str, Value]:
     """From where `progress` stands to the saved model, or to a checkpoint where a rank is asked to stop."""
     loop = TrainLoop(run, progress, log, checkpoints, vote, watchdog)
@@ -149,13 +151,14 @@ def _train_and_save(
         metrics |= {"exact_match_after": after.accuracy, "most_frequent_answer": share}
         metrics |= {} if before is None else {"exact_match_before": before.accuracy}
     checkpoints.wait()
-    model_folder = folder / "model"  # last: what cannot be written must not cost the figures
+    # Last: what cannot be written must not cost the figures.
     watchdog.now("saving the model")
-    save_hf_folder(run.model, model_folder, tokenizer=run.data.tokenizer, source=run.config.model.folder)
+    with TransferDisplay("saving the model", active=dist.get_rank() == 0) as display:
+        save_hf_folder(run.model, folder.model, run.data.tokenizer, source=run.config.model.folder, progress=display.update)
     if run.config.checkpoint.every_steps is None:
         checkpoints.remove_all()  # one that an interruption left: nobody asked for it beyond the end of the run
-    log.note(f"run folder: {folder} (the model in model/; config.yaml, resolved.json, train.jsonl and validation.jsonl beside it)")
-    log.note(f"load the model with transformers:\n  {load_command(model_folder, run.data.held_out[0].question)}")
+    log.note(f"run folder: {folder.path} (the model in model/; config.yaml, resolved.json, train.jsonl and validation.jsonl beside it)")
+    log.note(f"load the model with transformers:\n  {load_command(folder.model, run.data.held_out[0].question)}")
     return metrics
 
 
@@ -194,24 +197,3 @@ def _start_lines(run: Run, resume: Resume | None) -> list[str]:
         *(["expert biases: from the folder, used as they are (router.bias_update_rate is 0)"] if fixed else []),
         f"training: {run.steps} optimizer steps, {len(run.loader)} an epoch",
     ]
-
-
-def _prepare_folder(config: RunConfig, resolved: Resolved, record: dict[str, Any], folder: Path) -> bool:
-    """Make the run folder, with the resolved config in it; whether an earlier run was there (told on rank 0).
-
-    Rank 0 alone writes, and finds out now if it cannot.
-
-    Args:
-        record: the config as plain values, with what it was resolved to: what W&B gets, here as resolved.json.
-    """
-    replaced = False
-    if dist.get_rank() == 0:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            replaced = any((folder / name).exists() for name in ("config.yaml", "train.jsonl", "model"))
-            lines = "".join(f"# {line}\n" for line in resolved.lines)
-            (folder / "config.yaml").write_text(lines + to_yaml(config), encoding="utf-8")
-            (folder / "resolved.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"output_dir: cannot write in {folder} ({error.strerror or error}); choose another output_dir") from error
-    return replaced

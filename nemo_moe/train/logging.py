@@ -10,6 +10,7 @@ folder replaces them; one that goes on from a checkpoint takes them up where the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -32,19 +33,16 @@ _FILES = ("train", "validation")
 class RunLogger:
     """Reports of one run. On other ranks than 0 every method does nothing.
 
+    Lines go to the console from the start; records, to the files and W&B, from `begin` on. A file that cannot be written
+    any more costs its records and one warning, never the run.
+
     Args:
         config: how often, and what to use.
-        folder: the run folder; it exists.
-        run_config: the config and what it was resolved to, as plain values, for W&B.
         rank: the global rank.
-        continued: the `position` of the run in this folder that is gone on with; None starts new files and a new W&B run.
     """
 
-    def __init__(
-        self, config: LoggingConfig, folder: Path, run_config: dict[str, Any], rank: int, continued: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, config: LoggingConfig, rank: int) -> None:
         self._config = config
-        self._folder = folder
         self._active = rank == 0
         self._files: dict[str, IO[str]] = {}
         self._figures: dict[str, str] = {}
@@ -52,9 +50,6 @@ class RunLogger:
         self._wandb: WandbRun | None = None
         if self._active:
             self._display = ProgressDisplay(config.progress_bar)
-            position = continued or {}
-            self._files = {name: _open_at(folder / f"{name}.jsonl", position.get(name, 0)) for name in _FILES}
-            self._wandb = WandbRun(config.wandb, folder, run_config, self.warn, self.note, run_id=position.get("wandb"))
 
     def __enter__(self) -> RunLogger:
         return self
@@ -62,10 +57,28 @@ class RunLogger:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._active:
             self._display.stop()
-            for file in self._files.values():
-                file.close()
+            for name in tuple(self._files):
+                self._guarded(name, lambda file: file.close())
             if self._wandb is not None:
                 self._wandb.finish(failed=kind is not None)
+
+    def begin(self, folder: Path, run_config: dict[str, Any], continued: Mapping[str, Any] | None = None) -> None:
+        """The run can begin: open its records.
+
+        Args:
+            folder: the run folder; it exists.
+            run_config: the config and what it was resolved to, as plain values, for W&B.
+            continued: the `position` of the run in this folder that is gone on with; None starts new files and a new W&B run.
+        """
+        if self._active:
+            position = continued or {}
+            for name in _FILES:
+                path = folder / f"{name}.jsonl"
+                try:
+                    self._files[name] = _open_at(path, position.get(name, 0))
+                except OSError as error:
+                    self._without(path, error)
+            self._wandb = WandbRun(self._config.wandb, folder, run_config, self.warn, self.note, run_id=position.get("wandb"))
 
     def note(self, text: str) -> None:
         """Print a line."""
@@ -119,15 +132,28 @@ class RunLogger:
         """Where the records stand, for a checkpoint: bytes of each file, and the id of the W&B run. Empty on other ranks than 0."""
         if not self._active:
             return {}
-        for file in self._files.values():
-            file.flush()
-            os.fsync(file.fileno())
+        for name in tuple(self._files):
+            self._guarded(name, lambda file: os.fsync(file.fileno()))
         return {**{name: file.tell() for name, file in self._files.items()}, "wandb": None if self._wandb is None else self._wandb.run_id}
 
     def _write(self, name: str, step: int, metrics: Mapping[str, Value]) -> None:
-        self._files[name].write(json.dumps({"step": step, **metrics}) + "\n")
+        self._guarded(name, lambda file: file.write(json.dumps({"step": step, **metrics}) + "\n"))
         if self._wandb is not None:
             self._wandb.log({f"{name}/{key}": value for key, value in metrics.items()}, step)
+
+    def _guarded(self, name: str, action: Callable[[IO[str]], object]) -> None:
+        file = self._files.get(name)
+        if file is not None:
+            try:
+                action(file)
+            except OSError as error:
+                del self._files[name]
+                self._without(Path(file.name), error)
+                with contextlib.suppress(OSError):  # it tries to write what is left
+                    file.close()
+
+    def _without(self, path: Path, error: OSError) -> None:
+        self.warn(f"{path} cannot be written ({error.strerror or error}); the run goes on without these records")
 
 
 def _open_at(path: Path, size: int) -> IO[str]:

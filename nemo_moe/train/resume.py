@@ -22,7 +22,7 @@ FORMAT = 1
 # What must be as it was; all other keys may change between a checkpoint and the run that goes on from it.
 _FIXED = ("data.", "seed", "train.global_batch_size", "optimizer.name", "model.family")
 # What says nothing about the run, or is compared as the config that the model comes to.
-_SILENT = ("checkpoint.resume", "output_dir", "model.")
+_SILENT = ("checkpoint.", "logging.", "output_dir", "model.")
 _MAX_LISTED = 12
 
 

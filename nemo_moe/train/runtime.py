@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from nemo_moe.moe.dispatch.buffers import destroy_all_buffers
+
 T = TypeVar("T")
 
 
@@ -86,6 +88,7 @@ def process_group(backend: str, timeout_minutes: float, device: torch.device) ->
         if alone:
             dist.destroy_process_group()
         raise
+    destroy_all_buffers()
     dist.destroy_process_group()
 
 

@@ -99,7 +99,8 @@ def train_step(
     if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
         raise TrainingStopped(
             f"step {step}: the loss is {result.loss:g} and the gradient norm {result.grad_norm:g}; training stopped before its update."
-            " Usual causes: a learning rate that is too high (optimizer.lr, schedule.warmup_steps), no clipping (train.max_grad_norm)"
+            " Usual causes: a learning rate that is too high (optimizer.lr, schedule.warmup_steps), no clipping (train.max_grad_norm);"
+            " in the first step also weights of the model's folder (model.path) that are not finite"
         )
     if result.label_tokens > 0:
         optimizer.step()

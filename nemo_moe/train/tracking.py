@@ -111,6 +111,8 @@ def has_api_key() -> bool:
 
 
 def _start(config: WandbConfig, mode: Mode, folder: Path, run_config: dict[str, Any], run_id: str | None) -> Any:
+    # Its logs go there too; by default they would land in the user's home folder.
+    os.environ.setdefault("WANDB_CACHE_DIR", str(folder / "wandb" / "cache"))
     import wandb  # seconds; only rank 0 of a run that logs to it pays
 
     # console off: it must not wrap the stdout that the progress bar draws on.

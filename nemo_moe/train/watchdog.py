@@ -215,12 +215,13 @@ def report(
     elif waiting:
         what = "the ranks wait in different places" if len(places) > 1 else "all wait in the same place"
     else:
-        what = "no rank waits for another"
+        what = "no rank waits for another" if len(answers) > 1 else "it is busy"
     lines = [f"watchdog: no progress for {oldest.age:.0f} s since {oldest.mark!r}: {what}"]
     lines += [f"  {failure}"] * (failure is not None)
     lines += [f"  {_ranks([rank])}: {_about_process(silent.get(rank))}" for rank in missing]
     for (_, place), ranks in sorted(places.items(), key=lambda item: (item[0][0], len(item[1]))):
-        marks = ", ".join(dict.fromkeys(f"{answers[rank].mark!r} {answers[rank].age:.0f} s ago" for rank in ranks))
+        ages = {answers[rank].mark: answers[rank].age for rank in sorted(ranks, key=lambda rank: answers[rank].age)}
+        marks = ", ".join(f"{mark!r} {age:.0f} s ago" for mark, age in ages.items())
         lines.append(f"  {_ranks(ranks)}: {place} ({marks})")
     return "\n".join(lines)
 

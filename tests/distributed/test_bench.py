@@ -205,3 +205,25 @@ def test_the_peak_is_what_one_contender_adds_on_the_rank_with_most() -> None:
     if large is None:
         pytest.skip("this machine does not let a process reset its peak of resident memory")
     assert 60 < large < 100 and small is not None and small < 16
+
+
+LOADING = ["loading", "--size-gb", "0.02", "--shard-gb", "0.005", "--repeats", "1", "--device", "cpu"]
+
+
+def test_the_loading_benchmark_tells_memory_and_time_of_every_rank(tmp_path: Path) -> None:
+    (code, out, err), (other, silence, _) = run_distributed(_run, 2, [*LOADING, "--folder", str(tmp_path)])
+    assert (code, other, err, silence) == (0, 0, "", "")
+    ranks = [[float(figure) for figure in line.split()[2:]] for line in re.findall(r"^rank \d .*$", out, re.MULTILINE)]
+    assert len(ranks) == 2
+    for held, read, anon, ratio, pages, *_ in ranks:
+        assert held == pytest.approx(2 * read, rel=0.01), "fp32 from bf16"
+        assert anon < held + 12, "its own share and one buffer of 8 MiB"
+        assert ratio == pytest.approx(anon / held, abs=0.01) and pages < 2
+    assert re.search(r"^warm: load [\d.]+ s .*plain read [\d.]+ s .*new memory", out, re.MULTILINE)
+    assert re.search(r"loading: 0\.0[12]\d? GB of bf16 in \d+ files", out)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_loading_benchmark_without_room_is_one_message(tmp_path: Path) -> None:
+    (code, _, err), (other, _, silence) = run_distributed(_run, 2, [*LOADING, "--folder", str(tmp_path / "nowhere")])
+    assert (code, other, silence) == (2, 2, "") and err.count("error:") == 1 and "nowhere" in err

@@ -125,8 +125,9 @@ def test_print_config_with_a_number_of_ranks_tells_what_would_run(tiny: str, cap
         (["model.config.num_expert=4", "--print-config"], ["did you mean 'num_experts'?"]),
         (
             ["data.tasks.0.name=spell_backwards", "--nproc-per-node", "2"],
-            ["unknown task 'spell_backwards'", "did you mean 'spell_backward'?"],
+            ["unknown task 'spell_backwards'; did you mean 'spell_backward'? List all"],
         ),
+        (["data.tasks.0.name=zzzzz", "--print-config"], ["unknown task 'zzzzz'. List all"]),
         (["data.tasks.0.params.min_word=3", "--nproc-per-node", "2"], ["no parameter 'min_word'", "did you mean 'min_word_len'?"]),
         (["data.tasks.0.name=spell_backwards", "--print-config"], ["did you mean 'spell_backward'?"]),
         (["--optimizer.lr=1"], ["without dashes: optimizer.lr=1"]),
@@ -144,6 +145,10 @@ def test_what_cannot_run_is_refused_with_one_message(
     for part in parts:
         assert part in err, err
     assert err.count("error:") == 1
+
+
+def test_without_arguments_only_the_recipe_is_called_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "the following arguments are required: recipe\n" in refused(capsys, "finetune")
 
 
 def test_unknown_commands_and_recipes_name_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,7 +227,7 @@ def test_every_option_of_torchrun_is_passed_on_except_those_that_say_what_to_run
 def test_torchrun_gets_its_options_as_written_and_understands_them() -> None:
     given = ["--nnodes", "2", "--node_rank=1", "--rdzv-endpoint", "head:29400", "-t", "3", "--nproc_per_node", "4"]
     command = torchrun_command(parsed(*given), ["finetune", "demo", "seed=1"])
-    assert command[:3] == [sys.executable, "-m", "torch.distributed.run"]
+    assert command[:3] == [sys.executable, "-m", "nemo_moe.cli.torchrun"]
     seen = get_args_parser().parse_args(command[3:])
     values = [seen.nnodes, seen.node_rank, seen.rdzv_endpoint, seen.tee, seen.nproc_per_node]
     assert [str(value) for value in values] == ["2", "1", "head:29400", "3", "4"]
@@ -241,6 +246,18 @@ def test_ranks_order_sets_alike_unless_the_user_says_otherwise(monkeypatch: pyte
     launch(parsed("--nproc-per-node", "2"), ["finetune", "demo"])
     monkeypatch.setenv("PYTHONHASHSEED", "0")  # so that it is put back
     assert started == ["7", "0"]
+
+
+def test_torchrun_waits_for_the_ranks_grace_time_and_some_more_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str | None] = []
+    monkeypatch.setattr(os, "execv", lambda *_: seen.append(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")))
+    for name in ("OMP_NUM_THREADS", "PYTHONHASHSEED", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):
+        monkeypatch.setenv(name, "0")  # so that it is put back
+    launch(parsed("--nproc-per-node", "2"), ["finetune", "demo"], 120.5)
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+    launch(parsed("--nproc-per-node", "2"), ["benchmark", "layer"])
+    launch(parsed("--nproc-per-node", "2"), ["finetune", "demo"], 120.5)
+    assert seen == ["0", None, "136"]
 
 
 def test_one_node_finds_its_own_port_unless_one_is_named() -> None:
@@ -302,11 +319,11 @@ def descendants(pid: int) -> list[int]:
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads /proc to see that no rank is left")
 def test_a_signal_to_the_command_ends_all_ranks(endless_run: subprocess.Popen[str]) -> None:
     arguments = Path(f"/proc/{endless_run.pid}/cmdline").read_text().split("\0")
-    assert "torch.distributed.run" in arguments, "the command becomes torchrun, with no process in between"
+    assert "nemo_moe.cli.torchrun" in arguments, "the command becomes torchrun, with no process in between"
     ranks = descendants(endless_run.pid)
     assert len(ranks) >= 2
     endless_run.send_signal(signal.SIGTERM)
-    assert endless_run.wait(timeout=90) != 0
+    assert endless_run.wait(timeout=90) == 0, "a stop with a checkpoint is no failure"
     deadline = time.monotonic() + 10
     while set(ranks) & set(live_processes()) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from pathlib import Path
 
 import pytest
@@ -375,3 +377,78 @@ def test_a_path_with_spaces_and_a_relative_path_work(tmp_path: Path, monkeypatch
 def test_every_recipe_that_ships_loads_and_says_what_it_is(name: str) -> None:
     assert isinstance(load_recipe(name), RunConfig)
     assert list_recipes()[name], f"{recipe_folder() / name}.yaml starts with a comment that says what it is"
+
+
+def test_any_text_is_printed_so_that_it_reads_back_b66(tmp_path: Path) -> None:
+    """Text that looks like an interpolation is text again, whatever stands before it."""
+    generator = random.Random(0)
+    pieces = ["\\", "$", "{", "}", "${seed}", "seed", ".", ": ", "'", '"', "1", "e", "#"]
+    for _ in range(300):
+        config = load_recipe(write(tmp_path))
+        config.output_dir = "".join(generator.choices(pieces, k=6))
+        assert load_recipe(write(tmp_path, to_yaml(config), name="again.yaml", start="")).output_dir == config.output_dir
+    assert load_recipe(write(tmp_path), ["output_dir='\\${a'"]).output_dir == "${a"
+
+
+@pytest.mark.parametrize(
+    ("yaml", "hint"),
+    [
+        ("hydra: {run: {dir: x}}\n", "hydra: Hydra itself is not configurable"),
+        ("hydra:\n", "hydra: Hydra itself is not configurable"),
+        ("optimizer.lr: 0.1\n", "optimizer.lr: is one key with dots in it; in YAML, write the keys below one another: optimizer:, lr:"),
+        ("optimizer: {'': 3}\n", "optimizer: has an empty key with the number 3 below it"),
+        ("'': 3\n", "has an empty key with the number 3 below it"),
+        ("defaults: [../base]\n", "line 6: inherits from '../base', but a recipe inherits from files of its own folder only"),
+        ("defaults:\n", "line 6: defaults needs a list"),
+        ("output_dir: ''\n", "output_dir is empty"),
+        ("output_dir: ~nobody_of_that_name/x\n", "output_dir: '~nobody_of_that_name/x' starts with a home folder that is not known here"),
+        ("seed: 99999999999999999999999\n", "seed must be between 0 and 9223372036854775807, found 99999999999999999999999"),
+        ("seed: -1\n", "seed must be between 0 and"),
+        ("distributed: {timeout_minutes: 1e300}\n", "distributed.timeout_minutes must be between 0.01 and 525600, found 1e+300"),
+        ("distributed: {timeout_minutes: 1e-9}\n", "distributed.timeout_minutes must be between 0.01 and 525600, found 1e-09"),
+        ("distributed: {hang_report_minutes: 1e300}\n", "distributed.hang_report_minutes must be between"),
+        ("checkpoint: {grace_seconds: 1e300}\n", "checkpoint.grace_seconds must be between"),
+        ("logging: {every_steps: 99999999999999999999999999}\n", "logging.every_steps must be above 0 and below 2^63, found 9999"),
+    ],
+)
+def test_what_would_be_ignored_or_fail_on_the_ranks_is_refused_here(tmp_path: Path, yaml: str, hint: str) -> None:
+    assert hint in message(write(tmp_path, yaml))
+
+
+@pytest.mark.parametrize("size", [0, 2**31 + 1])
+def test_a_number_of_items_that_the_seeds_do_not_reach_is_refused(tmp_path: Path, size: int) -> None:
+    assert "train_size of 'chain_sum' must be between 1 and 2147483648" in message(write(tmp_path), f"data.tasks.0.train_size={size}")
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("~model.config.num_experts=7", "model.config.num_experts is 8, not 7"),
+        ("~model.config.num_experts=null", "model.config.num_experts is 8, not None"),
+        ("seed=range(1,3)", "a run has one; write that one"),
+        ("data.tasks[0].train_size=6", "write data.tasks.0.train_size=6"),
+        ("optimizer.betas.0=0.5", "there is no list yet whose places could be changed, so write it whole: optimizer.betas=[...]"),
+    ],
+)
+def test_an_override_says_what_to_write_instead(tmp_path: Path, override: str, hint: str) -> None:
+    text = message(write(tmp_path), override)
+    assert hint in text and "[range" not in text
+
+
+def test_a_key_is_taken_out_where_it_has_the_value_that_was_named(tmp_path: Path) -> None:
+    assert load_recipe(write(tmp_path), ["~model.config.num_experts=8"]).model.config == {"hidden_size": 32}
+
+
+@pytest.mark.parametrize("name", ["~nobody_of_that_name/x.yaml", "a" * 5000 + ".yaml", "a" * 5000])
+def test_a_path_that_no_file_can_have_is_one_message(name: str) -> None:
+    assert f"recipe {name[:60]!r}"[:-1] in message(name)
+
+
+@pytest.mark.parametrize("aliases", [14, 1])
+def test_aliases_that_come_to_billions_of_values_are_refused_at_once(tmp_path: Path, aliases: int) -> None:
+    bomb = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, aliases))
+    endless = "a: &a [x, *a]\n"
+    begun = time.monotonic()
+    assert "aliases (*name) written out" in message(write(tmp_path, bomb if aliases > 1 else endless))
+    assert time.monotonic() - begun < 5
+    assert load_recipe(write(tmp_path, "train: {max_steps: &n 3, num_epochs: *n}\n")).train.num_epochs == 3

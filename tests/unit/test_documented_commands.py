@@ -41,7 +41,7 @@ def written_out() -> list[tuple[str, str]]:
 def of_make() -> list[tuple[str, str]]:
     """What `make demo` starts for each NPROC that the Makefile knows, and with the README's ARGS."""
     fits = {"2": "", **dict(re.findall(r"^FIT_(\d+) := (.*)$", MAKEFILE, flags=re.MULTILINE))}
-    (recipe,) = re.findall(r"^demo: setup\n\t\$\(BIN\)/(.*)$", MAKEFILE, flags=re.MULTILINE)
+    (recipe,) = re.findall(r"^demo: setup\n(?:\t@.*\n)*\t\$\(BIN\)/(.*)$", MAKEFILE, flags=re.MULTILINE)
     assert "$(NPROC)" in recipe and "$(FIT_$(NPROC))" in recipe and recipe.endswith(" $(ARGS)")
     commands = []
     for ranks, fit in fits.items():

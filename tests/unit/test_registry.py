@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nemo_moe.compose import ConfigError, load_recipe
-from nemo_moe.config import BackendConfig, Precision
+from nemo_moe.config import BackendConfig, DistributedConfig, Precision
 from nemo_moe.registry import (
     DISPATCHERS,
     ENTRY_POINTS,
@@ -18,10 +20,12 @@ from nemo_moe.registry import (
     PRECISIONS,
     BackendSpec,
     DispatcherSpec,
+    ExpertsSpec,
     Registry,
     _loaded_entry_points,
     load_target,
 )
+from nemo_moe.resolve import resolve
 
 
 def test_every_registered_name_loads_a_class_of_its_kind() -> None:
@@ -118,7 +122,7 @@ def test_a_name_of_another_framework_is_refused_with_ours(registry: Registry[Bac
 
 
 def test_a_missing_library_is_named_with_the_extra_that_installs_it() -> None:
-    registry: Registry[DispatcherSpec] = Registry("backend.dispatcher")
+    registry = Registry("backend.dispatcher", DispatcherSpec, base="nemo_moe.moe.dispatch.base:DispatchManager")
     registry.register("fast", DispatcherSpec(target="a:B", summary="", requires=("no_such_library_here",), extra="fast"))
     registry.register("odd", DispatcherSpec(target="a:B", summary="", requires=("no_such_library_here",)))
     with pytest.raises(ImportError) as caught:
@@ -189,3 +193,101 @@ def test_asynchronous_dispatch_is_refused_where_there_is_none_b33() -> None:
     with pytest.raises(ValueError) as caught:
         BackendConfig(dispatcher="all_to_all", dispatcher_async_dispatch=True)
     assert "'all_to_all' has no asynchronous mode" in str(caught.value)
+
+
+def test_a_package_that_ends_the_program_when_it_is_imported_is_a_message_too(package: Path) -> None:
+    package.write_text("import sys\nsys.exit(0)\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"toy = toy_backends .* cannot be loaded \(SystemExit: 0\)"):
+        load_recipe("demo", ["backend.dispatcher=toy"])
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "hint"),
+    [
+        ("", DispatcherSpec(target="a:B", summary=""), "a name must be text of letters"),
+        (3, DispatcherSpec(target="a:B", summary=""), "a name must be text of letters, digits, '_', '-' and '.', found 3"),
+        ("mine", {}, "'mine' needs a spec of type DispatcherSpec, found dict"),
+        ("mine", ExpertsSpec(target="a:B", summary=""), "'mine' needs a spec of type DispatcherSpec, found ExpertsSpec"),
+    ],
+)
+def test_what_is_registered_has_a_name_that_a_recipe_can_hold_and_a_spec_of_its_kind(name: Any, spec: Any, hint: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        DISPATCHERS.register(name, spec)
+    assert "backend.dispatcher: " in str(caught.value) and hint in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("target", "hint"),
+    [
+        ("nemo_moe.nothing:Manager", "registered as nemo_moe.nothing:Manager, which cannot be loaded (ModuleNotFoundError"),
+        ("toy_parts:Missing", "registered as toy_parts:Missing, which cannot be loaded (AttributeError"),
+        ("toy_parts:Empty", "registered as toy_parts:Empty, which is no subclass of DispatchManager"),
+        ("toy_parts:number", "which is no subclass of DispatchManager"),
+        ("toy_parts:Half", "registered as toy_parts:Half, which does not define combine, redispatch"),
+        ("toy_exit:Manager", "which cannot be loaded (SystemExit: 3)"),
+    ],
+)
+def test_a_registration_that_cannot_run_is_refused_before_there_are_ranks(
+    target: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "toy_parts.py").write_text(PARTS, encoding="utf-8")
+    (tmp_path / "toy_exit.py").write_text("raise SystemExit(3)\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    DISPATCHERS.register("broken", DispatcherSpec(target=target, summary=""))
+    config = load_recipe("demo", ["backend.dispatcher=broken", "device=cpu"])
+    try:
+        with pytest.raises((ValueError, ImportError)) as caught:
+            resolve(config, 2)
+        assert str(caught.value).startswith("backend.dispatcher: 'broken' is registered as ") and hint in str(caught.value)
+        assert resolve(replace(config, distributed=DistributedConfig(ep_size=1)), 2).sizes.ep == 1, "without token traffic it is not asked"
+    finally:
+        DISPATCHERS.unregister("broken")
+        for module in ("toy_parts", "toy_exit"):
+            sys.modules.pop(module, None)
+
+
+PARTS = """
+from nemo_moe.moe.dispatch.base import DispatchManager
+from nemo_moe.moe.dispatch.local import _LocalManager
+
+number = 3
+
+class Empty:
+    pass
+
+class Half(DispatchManager):
+    def dispatch(self, hidden_states, topk_idx, topk_weights):
+        raise NotImplementedError
+
+class Unavailable(_LocalManager):
+    @classmethod
+    def check_available(cls):
+        raise ValueError("backend.dispatcher 'broken' needs a link between the GPUs, and here is none")
+"""
+
+
+def test_a_dispatcher_is_asked_before_there_are_ranks_whether_this_machine_has_what_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "toy_parts.py").write_text(PARTS, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    DISPATCHERS.register("broken", DispatcherSpec(target="toy_parts:Unavailable", summary=""))
+    config = load_recipe("demo", ["backend.dispatcher=broken", "device=cpu"])
+    try:
+        with pytest.raises(ValueError, match="needs a link between the GPUs, and here is none"):
+            resolve(config, 2)
+        assert resolve(replace(config, distributed=DistributedConfig(ep_size=1)), 2).sizes.ep == 1
+    finally:
+        DISPATCHERS.unregister("broken")
+        sys.modules.pop("toy_parts", None)
+
+
+@pytest.mark.parametrize("module", ["no_such_library_here.part", "json.no_such_part"])
+def test_a_missing_part_of_a_library_is_named_like_a_missing_library(module: str) -> None:
+    EXPERTS.register("odd", ExpertsSpec(target="a:B", summary="", requires=(module,), extra="odd"))
+    try:
+        with pytest.raises(ImportError) as caught:
+            EXPERTS.check_installed("odd")
+        assert f"needs the package {module}, which is not installed" in str(caught.value)
+    finally:
+        EXPERTS.unregister("odd")

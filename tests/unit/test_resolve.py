@@ -99,6 +99,8 @@ def test_sizes_for_more_ranks_than_there_are_say_how_many_to_start() -> None:
     text = refusal(run_config(distributed=DistributedConfig(ep_size=2)), 1)
     assert "need 2 ranks" in text and "there is 1" in text and "--nproc-per-node 2" in text
     assert "need 8 ranks" in refusal(run_config(distributed=DistributedConfig(fsdp_size=8)), 4)
+    replicas = refusal(run_config(distributed=DistributedConfig(dp_replicate_size=2)), 1)
+    assert "need 2 ranks" in replicas and "or lower distributed.dp_replicate_size (now 2)" in replicas and "fsdp_size" not in replicas
     assert "but there are 4 ranks" in refusal(run_config(distributed=DistributedConfig(fsdp_size=2)), 4)
 
 
@@ -232,10 +234,34 @@ def test_a_folder_gives_the_model_config_and_the_recipe_changes_it(tmp_path: Pat
     assert (model.num_hidden_layers, model.num_experts) == (1, 8)
 
 
-@pytest.mark.parametrize("content", [None, "{", "[]"])
+@pytest.mark.parametrize(("model_type", "fix"), [("mixtral", "set model.family to mixtral"), ("llama", "no family here reads that one")])
+def test_a_folder_of_another_family_is_refused_naming_the_family_to_write(tmp_path: Path, model_type: str, fix: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**HF_CONFIG, "model_type": model_type}), encoding="utf-8")
+    with pytest.raises(ValueError) as caught:
+        model_config(ModelConfig(path=str(tmp_path)))
+    assert f"model.family is 'qwen3_moe', but the config.json of {tmp_path} says model_type {model_type!r}; {fix}" in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"a":' * 50_000 + "1" + "}" * 50_000])
 def test_a_folder_without_a_readable_config_is_named(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content, encoding="utf-8")
     with pytest.raises(ValueError) as caught:
         model_config(ModelConfig(path=str(tmp_path)))
     assert "model.path" in str(caught.value) and "config.json" in str(caught.value)
+
+
+def test_a_model_path_that_names_no_folder_is_refused_when_the_config_is_built() -> None:
+    with pytest.raises(ValueError, match="model.path is empty: write null"):
+        ModelConfig(path="", config=HF_CONFIG)
+    with pytest.raises(ValueError, match="model.path: '~nobody_of_that_name/x' starts with a home folder that is not known"):
+        ModelConfig(path="~nobody_of_that_name/x")
+
+
+def test_fixed_choices_may_be_given_by_their_text_and_others_are_refused() -> None:
+    """From Python no schema stands in between, and a text compared with a member would be another choice without a word."""
+    config = run_config(precision="bf16", device="cpu")
+    assert (config.precision, config.device) == (Precision.bf16, Device.cpu)
+    assert config.precision is Precision.bf16 and config.device is Device.cpu
+    with pytest.raises(ValueError, match=r"device: unknown value 'gpu' \(legal: auto, cpu, cuda\)"):
+        run_config(device="gpu")

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_moe.config import MoEConfig
-from nemo_moe.layers.rope import RopeConfig
 from nemo_moe.models.decoder import DecoderConfig
-from nemo_moe.models.hf_config import Fields, merged, refuse_misspelt, refuse_unknown
+from nemo_moe.models.family_config import read_config, written_config
 
 MODEL_TYPE = "qwen3_moe"
+_ROPE_THETA = 10000.0
 _logger = logging.getLogger(__name__)
 _DEFAULTS: dict[str, Any] = {
     "vocab_size": 151936,
@@ -46,7 +46,6 @@ _DEFAULTS: dict[str, Any] = {
     "router_aux_loss_coef": 0.001,
     "torch_dtype": None,
 }
-_READ_KEYS = frozenset(_DEFAULTS) | {"rope_parameters", "model_type", "quantization_config", "partial_rotary_factor"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,60 +88,21 @@ class Qwen3MoeConfig(DecoderConfig):
                 disagree, another `model_type`, an unknown key among the changes, or one in `hf` that looks misspelt
                 (other unknown keys of `hf` are kept).
         """
-        values = merged(hf, overrides)
-        _refuse_unsupported(values)
-        refuse_unknown(overrides or {}, _READ_KEYS, MODEL_TYPE)
-        refuse_misspelt(hf, _READ_KEYS, MODEL_TYPE)
-        fields = Fields(values, _DEFAULTS)
-        heads = fields.integer("num_attention_heads")
-        if heads < 1:
-            raise ValueError(f"model config: num_attention_heads must be 1 or more, found {heads}")
-        hidden_size = fields.integer("hidden_size")
-        head_dim = fields.optional_integer("head_dim")
+        fields, shared = read_config(hf, overrides, model_type=MODEL_TYPE, defaults=_DEFAULTS, rope_theta=_ROPE_THETA)
         return cls(
-            vocab_size=fields.integer("vocab_size"),
-            hidden_size=hidden_size,
-            intermediate_size=fields.integer("intermediate_size"),
-            num_hidden_layers=fields.integer("num_hidden_layers"),
-            num_attention_heads=heads,
-            num_key_value_heads=heads if values.get("num_key_value_heads", 0) is None else fields.integer("num_key_value_heads"),
-            head_dim=hidden_size // heads if head_dim is None else head_dim,
-            max_position_embeddings=fields.integer("max_position_embeddings"),
-            rms_norm_eps=fields.number("rms_norm_eps"),
-            initializer_range=fields.number("initializer_range"),
-            tie_word_embeddings=fields.flag("tie_word_embeddings"),
+            **shared,
             attention_bias=fields.flag("attention_bias"),
-            attention_dropout=fields.number("attention_dropout"),
-            rope=RopeConfig.from_settings(values.get("rope_parameters", {})),
-            num_experts=fields.integer("num_experts"),
-            num_experts_per_tok=fields.integer("num_experts_per_tok"),
             moe_intermediate_size=fields.integer("moe_intermediate_size"),
-            router_aux_loss_coef=fields.number("router_aux_loss_coef"),
             norm_topk_prob=fields.flag("norm_topk_prob"),
             decoder_sparse_step=fields.integer("decoder_sparse_step"),
             mlp_only_layers=fields.integers("mlp_only_layers"),
             use_sliding_window=fields.flag("use_sliding_window"),
-            sliding_window=fields.optional_integer("sliding_window"),
-            dtype=values.get("torch_dtype"),
-            extra={key: value for key, value in values.items() if key not in _READ_KEYS},
         )
 
     def to_hf(self) -> dict[str, Any]:
         """The HF config in the hub's spelling, unknown keys included; `from_hf` of it equals this config."""
-        rope = self.rope.settings()
-        theta = rope.pop("rope_theta")
-        own = {key: getattr(self, key) for key in _DEFAULTS if key not in ("hidden_act", "torch_dtype")}
-        return {
-            "architectures": ["Qwen3MoeForCausalLM"],
-            **self.extra,
-            "model_type": MODEL_TYPE,
-            **own,
-            "mlp_only_layers": list(self.mlp_only_layers),
-            "hidden_act": "silu",
-            "rope_theta": theta,
-            "rope_scaling": rope if rope["rope_type"] != "default" else None,
-            **({"torch_dtype": self.dtype} if self.dtype is not None else {}),
-        }
+        hf = written_config(self, _DEFAULTS, model_type=MODEL_TYPE, architecture="Qwen3MoeForCausalLM")
+        return {**hf, "mlp_only_layers": list(self.mlp_only_layers)}
 
     @property
     def qk_norm(self) -> bool:
@@ -163,18 +123,3 @@ class Qwen3MoeConfig(DecoderConfig):
             norm_topk_prob=self.norm_topk_prob,
             use_expert_bias=use_expert_bias,
         )
-
-
-def _refuse_unsupported(values: Mapping[str, Any]) -> None:
-    model_type = values.get("model_type", MODEL_TYPE)
-    if model_type != MODEL_TYPE:
-        raise ValueError(f"model config: model_type is {model_type!r}, but the family is {MODEL_TYPE!r}; choose the checkpoint's family")
-    activation = values.get("hidden_act", "silu")
-    if activation != "silu":
-        raise ValueError(f"model config: hidden_act: unknown value {activation!r} (legal: silu)")
-    if values.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise ValueError(f"model config: partial_rotary_factor must be 1 (whole heads rotate), found {values['partial_rotary_factor']!r}")
-    if values.get("original_max_position_embeddings") is not None:
-        raise ValueError("model config: original_max_position_embeddings belongs inside rope_scaling (or rope_parameters); move it there")
-    if values.get("quantization_config") is not None:
-        raise ValueError("model config: quantization_config is set, but quantised checkpoints cannot be trained; use the unquantised one")

@@ -1,12 +1,8 @@
 """Qwen3-MoE: the shared decoder, and how its parameters are spelt in checkpoints.
 
-Every parameter has transformers' in-memory name. Files of the hub hold the experts one by one:
-
-    mlp.experts.J.gate_proj.weight [I, H]   ->  rows 0..I of mlp.experts.gate_up_proj[J]
-    mlp.experts.J.up_proj.weight   [I, H]   ->  rows I..2I of it
-    mlp.experts.J.down_proj.weight [H, I]   ->  mlp.experts.down_proj[J]
-
-That is what is written; files that hold the stacked parameters under their own names are read too.
+Every parameter has transformers' in-memory name. Files of the hub hold the experts one by one, as
+`mlp.experts.J.{gate,up,down}_proj.weight`. That is what is written; files that hold the stacked parameters under their
+own names are read too.
 """
 
 from __future__ import annotations
@@ -15,7 +11,10 @@ from collections.abc import Sequence
 
 from nemo_moe.config import BackendConfig, RouterConfig
 from nemo_moe.models.decoder import DecoderForCausalLM, HFTensor
+from nemo_moe.models.hf_layouts import ExpertNames, one_by_one, whole
 from nemo_moe.models.qwen3_moe.config import Qwen3MoeConfig
+
+_NAMES = ExpertNames(gate="gate_proj", up="up_proj", down="down_proj")
 
 
 def hf_layouts(name: str, shape: Sequence[int]) -> list[list[HFTensor]]:
@@ -23,24 +22,12 @@ def hf_layouts(name: str, shape: Sequence[int]) -> list[list[HFTensor]]:
 
     Pure; both directions of the key table follow from it. The gate's `expert_bias` has no place in the format: empty.
     """
-    whole = [HFTensor(name, tuple(shape), (0,) * len(shape))]
     if name.endswith(".mlp.gate.expert_bias"):
         return []
     experts, _, projection = name.rpartition(".")
     if not experts.endswith(".mlp.experts"):
-        return [whole]
-    num_experts, rows, columns = shape
-    if projection == "down_proj":
-        pieces = [HFTensor(f"{experts}.{expert}.down_proj.weight", (rows, columns), (expert, 0, 0)) for expert in range(num_experts)]
-    else:
-        assert projection == "gate_up_proj", name
-        half = rows // 2
-        pieces = [
-            HFTensor(f"{experts}.{expert}.{part}_proj.weight", (half, columns), (expert, start, 0))
-            for expert in range(num_experts)
-            for part, start in (("gate", 0), ("up", half))
-        ]
-    return [pieces, whole]
+        return [whole(name, shape)]
+    return [one_by_one(experts, projection, shape, _NAMES), whole(name, shape)]
 
 
 class Qwen3MoeForCausalLM(DecoderForCausalLM):

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from nemo_moe.moe.types import Dispatched, DispatchHandle
+from nemo_moe.registry import DISPATCHERS
 
 
 class DispatchManager(ABC):
@@ -43,6 +45,24 @@ class DispatchManager(ABC):
         Asked before a manager is built, so it may not need one.
         """
 
+    @classmethod  # noqa: B027
+    def check_sizes(cls, hidden_size: int, num_experts: int, top_k: int, ep_size: int) -> None:
+        """Raise ValueError naming a size that this machine's version of the library cannot serve, and what it can.
+
+        Asked where `check_available` has nothing against it. Limits that hold everywhere stand in the registry entry.
+        """
+
+    @classmethod
+    def check_num_sms(cls, num_sms: int | None) -> None:
+        """Raise ValueError where this device has fewer streaming multiprocessors than `dispatcher_num_sms` asks for."""
+        if num_sms is not None and torch.cuda.is_available():
+            most = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+            if num_sms > most:
+                raise ValueError(
+                    f"backend.dispatcher_num_sms is {num_sms}, and this device ({torch.cuda.get_device_name()}) has {most} streaming"
+                    " multiprocessors; choose fewer"
+                )
+
     @abstractmethod
     def dispatch(self, hidden_states: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Dispatched:
         """Send every token to the ranks that own its experts.
@@ -71,3 +91,25 @@ class DispatchManager(ABC):
         Returns:
             [T, H] in the dtype of `rows`, and [T, K] fp32 with zeros for dropped slots, or None.
         """
+
+    def dispatch_worst_case(self, hidden_states: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Dispatched:
+        """`dispatch` without a host synchronisation: R is `worst_case_rows`, whatever arrives. For CUDA graphs and torch.compile.
+
+        `dispatch` does this by itself while a CUDA graph is captured.
+
+        Raises:
+            ValueError: the dispatcher reads counts on the host, or more tokens come than an eager call has prepared it for.
+        """
+        raise ValueError(_reads_counts(self))
+
+    def worst_case_rows(self, hidden_size: int, top_k: int) -> int | None:
+        """R of `dispatch_worst_case`, None where it is T * K; overflow is impossible. Raises ValueError as that does."""
+        raise ValueError(_reads_counts(self))
+
+
+def _reads_counts(manager: DispatchManager) -> str:
+    able = [name for name in DISPATCHERS if DISPATCHERS.get(name).capturable]
+    return (
+        f"{type(manager).__name__} reads row counts on the host, so it can run neither under CUDA-graph capture nor under torch.compile;"
+        f" run it eagerly, or choose a dispatcher that can: {', '.join(able)}"
+    )

@@ -44,6 +44,12 @@ class _LocalManager(DispatchManager):
             handle=handle,
         )
 
+    def dispatch_worst_case(self, hidden_states: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Dispatched:
+        return self.dispatch(hidden_states, topk_idx, topk_weights)
+
+    def worst_case_rows(self, hidden_size: int, top_k: int) -> int | None:
+        return None
+
     def redispatch(self, hidden_states: Tensor, handle: DispatchHandle) -> Tensor:
         assert isinstance(handle, _LocalHandle)
         with record_function("moe/permute"):

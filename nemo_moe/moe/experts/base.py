@@ -48,11 +48,22 @@ class Experts(nn.Module, ABC):
         self.down_proj = nn.Parameter(self.down_proj.detach()[local].clone())
 
     def forward(self, hidden_states: Tensor, topk_idx: Tensor, topk_weights: Tensor, dispatcher: Dispatcher) -> Tensor:
-        """[T, H] tokens, [T, K] int64 global expert ids (-1 drops a slot), [T, K] fp32 weights -> [T, H] weighted sums."""
+        """[T, H] tokens, [T, K] int64 global expert ids (-1 drops a slot), [T, K] fp32 weights -> [T, H] weighted sums.
+
+        Raises ValueError for tokens of another dtype or H than the weights, and as `Dispatcher.dispatch` does.
+        """
+        self._check(hidden_states)
         dispatched = dispatcher.dispatch(hidden_states, topk_idx, topk_weights)
         with torch.profiler.record_function("moe/experts"):
             rows = self.compute(dispatched.hidden_states, dispatched.topk_weights, dispatched.tokens_per_expert)
         return dispatcher.combine(rows, dispatched.handle)
+
+    def _check(self, hidden_states: Tensor) -> None:
+        dtype, hidden_size = self.gate_up_proj.dtype, self.gate_up_proj.shape[-1]
+        if hidden_states.dtype is not dtype:
+            raise ValueError(f"hidden_states must be {dtype} like the experts' weights, found {hidden_states.dtype}; cast one of them")
+        if hidden_states.shape[-1] != hidden_size:
+            raise ValueError(f"hidden_states must be [T, {hidden_size}] like the experts' weights, found {list(hidden_states.shape)}")
 
     @abstractmethod
     def compute(self, hidden_states: Tensor, topk_weights: Tensor, tokens_per_expert: Tensor) -> Tensor:

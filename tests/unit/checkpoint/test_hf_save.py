@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from nemo_moe.checkpoint.folder_writer import plan_files
-from nemo_moe.checkpoint.hf import load_hf_folder, save_hf_folder
+from nemo_moe.checkpoint.hf import load_hf_folder, save_hf_folder, write_hf_folder
 from nemo_moe.config import BackendConfig, RouterConfig
 from nemo_moe.hf_folder import read_hf_config
 from nemo_moe.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM, hf_layouts
@@ -232,3 +232,23 @@ def test_the_key_table_tiles_a_stacked_parameter_exactly_once(name: str) -> None
         assert f".experts.{expert}." in piece.key
         assert (".up_proj." in piece.key) == (row > 0)
     assert torch.equal(count, torch.ones(shape))
+
+
+def test_a_folder_is_written_from_values_that_are_fetched_one_by_one(tmp_path: Path) -> None:
+    """The model is on the meta device: one parameter at a time is all that is ever in memory."""
+    model = ours_like(hf_model())
+    weights = dict(model.named_parameters())
+    with torch.device("meta"):
+        empty = Qwen3MoeForCausalLM(model.config, BackendConfig())
+    asked: list[str] = []
+
+    def fetch(name: str, dtype: torch.dtype) -> torch.Tensor:
+        asked.append(name)
+        return weights[name].to(dtype)
+
+    write_hf_folder(empty, fetch, tmp_path / "out", max_shard_bytes=20_000)
+    assert asked == list(weights)
+    _assert_transformers_loads(tmp_path / "out", model(ids()).logits)
+    with pytest.raises(ValueError, match=r"model\.embed_tokens\.weight is \[1\] torch\.float32, where \[61, 32\] torch\.float32 is to"):
+        write_hf_folder(empty, lambda _, dtype: torch.zeros(1, dtype=dtype), tmp_path / "out")
+    assert [path.name for path in (*tmp_path.iterdir(), *(tmp_path / "out").glob(".*"))] == ["out"]

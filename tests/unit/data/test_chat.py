@@ -132,3 +132,28 @@ def test_an_empty_insert_of_the_template_is_not_learnt() -> None:
     learnt = [token for token, label in zip(sample.input_ids, sample.labels, strict=True) if label != -100]
     assert "<think></think>98<eos>" in tokenizer.decode(sample.input_ids)
     assert tokenizer.decode(learnt) == "98<eos>"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% generation %}{{ messages }}{% endgeneration %}{% if %}", "TemplateSyntaxError"),
+        ("{% generation %}{{ raise_exception('no such chats') }}{% endgeneration %}", "no such chats"),
+    ],
+)
+def test_a_chat_template_that_cannot_render_is_named_with_its_reason(template: str, reason: str) -> None:
+    given = train_tokenizer(PROBLEMS)
+    given.chat_template = template
+    with pytest.raises(ValueError, match=f"chat template cannot render chats of the roles user, assistant .*{reason}"):
+        encode_chats(given, [problem_chat(PROBLEMS[0])], max_length=64)
+
+
+def test_a_chat_template_that_cannot_ask_is_refused_before_training() -> None:
+    given = train_tokenizer([Problem("", "".join(map(chr, range(32, 127))), "letters")])
+    given.chat_template = (
+        "{% if add_generation_prompt %}{{ raise_exception('answers only') }}{% endif %}{% for message in messages %}"
+        "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{% endfor %}"
+    )
+    config = DataConfig(tasks=[TaskConfig(name="spell_backward", train_size=20)], held_out_per_task=5, max_length=128)
+    with pytest.raises(ValueError, match="cannot render chats of the roles user .*answers only"):
+        build_data(config, 0, tokenizer=given)

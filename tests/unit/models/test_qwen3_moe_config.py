@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from typing import Any
 
@@ -163,12 +164,53 @@ def test_changes_apply_in_either_spelling(folder: dict[str, Any]) -> None:
         ({"use_sliding_window": True, "sliding_window": None}, "use_sliding_window is true, but sliding_window is None"),
         ({"attention_dropout": 1.0}, "attention_dropout must be in .0, 1., found 1.0"),
         ({"torch_dtype": "float99"}, "torch_dtype: unknown value 'float99'"),
+        ({"torch_dtype": "int8"}, "torch_dtype: unknown value 'int8' .legal: float32, bfloat16, float16"),
+        ({"torch_dtype": "float64"}, "torch_dtype: unknown value 'float64'"),
+        ({"router_aux_loss_coef": -1}, "router_aux_loss_coef must be 0 or more, found -1"),
+        ({"router_aux_loss_coef": math.nan}, "router_aux_loss_coef must be a finite number, found nan"),
+        ({"num_experts": -4}, "num_experts must be 0 or more, found -4"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps must be above 0, found -1"),
+        ({"rms_norm_eps": "nan"}, "rms_norm_eps must be a finite number, found 'nan'"),
+        ({"initializer_range": math.inf}, "initializer_range must be a finite number, found inf"),
+        ({"initializer_range": -1}, "initializer_range must be 0 or more, found -1"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a finite number"),
+        ({"rope_theta": math.nan}, "rope_theta must be a number above 0, found nan"),
+        ({"rope_theta": [1]}, "rope_theta must be a number above 0, found .1."),
+        ({"rope_theta": {"a": 1}}, "rope_theta must be a number above 0, found ..a.: 1."),
+        (
+            {"rope_theta": "1e6", "rope_parameters": {"rope_theta": [1]}},
+            "rope_theta is given more than once, with different values: 1e6, .1.",
+        ),
+        ({"rope_parameters": {"rope_theta": [1]}}, "rope_theta must be a number above 0, found .1."),
+        ({"rope_scaling": {"rope_type": [1]}}, "rope_type: unknown value .1."),
         ({"torch_dtype": "float32", "dtype": "bfloat16"}, "dtype is 'bfloat16', but torch_dtype, another name for the same thing"),
     ],
 )
 def test_values_that_cannot_be_honoured_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Qwen3MoeConfig.from_hf({**SIZES, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"eos_token_id": "abc"}, "eos_token_id must be a whole number or a list of them, or null; found 'abc'"),
+        ({"eos_token_id": [1, None]}, "eos_token_id must be a whole number or a list of them"),
+        ({"pad_token_id": [1]}, "pad_token_id must be a whole number, or null; found .1."),
+        ({"architectures": 5}, "architectures must be a list of texts, or null; found 5"),
+        ({"layer_types": ["a", "a", "a"]}, "layer_types must be a list of full_attention and sliding_attention"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries, and num_hidden_layers is 3; give one for each layer, or set"),
+        ({"use_cache": "x"}, "use_cache must be true or false"),
+        ({"id2label": 3}, "id2label must be a mapping"),
+    ],
+)
+def test_a_key_without_effect_here_must_be_what_transformers_reads(changes: dict[str, Any], message: str) -> None:
+    """It is written into the saved model's config.json; both in a folder's file and as a user's change."""
+    for arguments in (({**SIZES, **changes},), (SIZES, changes)):
+        with pytest.raises(ValueError, match=message):
+            Qwen3MoeConfig.from_hf(*arguments)
+    fits = {"eos_token_id": [1, 2], "pad_token_id": 3, "architectures": None, "layer_types": ["full_attention"] * 3, "use_cache": False}
+    transformers.Qwen3MoeConfig(**Qwen3MoeConfig.from_hf({**SIZES, **fits}).to_hf())
 
 
 def test_quoted_numbers_and_flags_are_read() -> None:

@@ -128,3 +128,47 @@ def test_fake_balanced_gate_is_even_and_spreads_a_token_over_ranks() -> None:
     assert_close_relative(topk_weights, torch.full((16, 4), 0.25), 1e-6)
     topk_weights.sum().backward()
     assert gate.weight.grad is not None and not gate.weight.grad.any()
+
+
+def test_a_score_function_may_be_given_by_its_name_and_another_is_refused() -> None:
+    """A text that is compared with a member would mean softmax, whatever it says."""
+    gate, token = gate_giving([2.0, 1.0, 0.5, -1.0], score_function="sigmoid", norm_topk_prob=False)
+    _, topk_weights, _ = gate(token)
+    assert topk_weights[0].tolist() == pytest.approx([0.8808, 0.7311], abs=5e-5)
+    with pytest.raises(ValueError, match=r"score_function: unknown value 'foo' \(legal: softmax, sigmoid\)"):
+        moe_config(score_function="foo")
+
+
+@pytest.mark.parametrize(
+    ("changes", "hint"),
+    [
+        ({"num_experts": 2.5}, "num_experts must be a whole number, found 2.5"),
+        ({"num_experts": True}, "num_experts must be a whole number, found True"),
+        ({"hidden_size": 32.0}, "hidden_size must be a whole number, found 32.0"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok must be 1 or more, found 0"),
+        ({"routed_scaling_factor": float("nan")}, "routed_scaling_factor must be above 0 and finite, found nan"),
+        ({"routed_scaling_factor": float("inf")}, "routed_scaling_factor must be above 0 and finite, found inf"),
+    ],
+)
+def test_sizes_and_factors_that_make_no_layer_are_refused(changes: dict[str, object], hint: str) -> None:
+    with pytest.raises(ValueError, match=hint):
+        moe_config(**changes)
+
+
+@pytest.mark.parametrize("kind", [Gate, FakeBalancedGate])
+def test_nan_in_padding_reaches_nothing(kind: type[Gate]) -> None:
+    torch.manual_seed(0)
+    gate = kind(moe_config())
+    mask = torch.tensor([True, True, False, True])
+    results = []
+    for filling in (0.0, float("nan")):
+        gate.zero_grad()
+        tokens = torch.ones(4, 16).cumsum(0)
+        tokens[2] = filling
+        tokens.requires_grad_()
+        _, topk_weights, stats = gate(tokens, mask)
+        (topk_weights.square().sum() + stats.z_sum + stats.probs_sum.square().sum()).backward()
+        assert tokens.grad is not None and gate.weight.grad is not None and not tokens.grad[2].any()
+        results.append([tokens.grad, gate.weight.grad, topk_weights.detach(), *(value.detach() for value in stats)])
+    for clean, poisoned in zip(*results, strict=True):
+        assert clean.isfinite().all() and torch.equal(clean, poisoned)

@@ -127,3 +127,57 @@ def test_grouped_mm_refuses_rows_it_cannot_take() -> None:
     dispatcher = MoEFlexTokenDispatcher(BackendConfig(), 4, None)
     with pytest.raises(ValueError, match=r"hidden_size 18 in torch.float32 has 72 bytes; use a multiple of 4, or backend.experts: loop"):
         experts(torch.randn(3, 18), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2), dispatcher)
+
+
+@pytest.mark.parametrize("name", sorted(EXPERTS))
+def test_nan_in_padding_reaches_no_output_and_no_gradient(name: str) -> None:
+    torch.manual_seed(0)
+    moe = MoE(MoEConfig(**SIZES), BackendConfig(experts=name))
+    mask = torch.tensor([True, True, True, False, True])
+    results = []
+    for filling in (0.0, float("nan")):
+        moe.zero_grad()
+        tokens = torch.ones(5, 16).cumsum(0) / 5
+        tokens[3] = filling
+        tokens.requires_grad_()
+        output, stats = moe(tokens, mask)
+        (output.square().sum() + stats.z_sum).backward()
+        assert tokens.grad is not None and not tokens.grad[3].any() and not output[3].any()
+        results.append([output.detach(), tokens.grad, *(parameter.grad for parameter in moe.parameters())])
+    for clean, poisoned in zip(*results, strict=True):
+        assert clean is not None and clean.isfinite().all() and torch.equal(clean, poisoned)
+
+
+@pytest.mark.parametrize(
+    ("hidden_states", "mask", "hint"),
+    [
+        (torch.randn(5, 16), torch.ones(1, dtype=torch.bool), r"token_mask must have an entry for each token, \[5\], found \[1\]"),
+        (torch.randn(2, 3, 16), torch.ones(3, 2, dtype=torch.bool), r"each token, \[2, 3\], found \[3, 2\]"),
+        (torch.randn(5, 16), torch.ones(5, dtype=torch.int64), "token_mask must be torch.bool, True for real tokens, found torch.int64"),
+        (torch.randn(5, 12), None, r"hidden_states must be \[T, 16\] or \[B, S, 16\], found \[5, 12\]"),
+        (torch.randn(16), None, r"or \[B, S, 16\], found \[16\]"),
+        (torch.randn(5, 16).bfloat16(), None, "hidden_states must be torch.float32 like the experts' weights, found torch.bfloat16"),
+        (torch.randn(5, 16).half(), None, "like the experts' weights, found torch.float16"),
+        (torch.ones(5, 16, dtype=torch.int64), None, "like the experts' weights, found torch.int64"),
+    ],
+)
+def test_tensors_that_do_not_fit_the_layer_are_refused_at_its_door(
+    hidden_states: torch.Tensor, mask: torch.Tensor | None, hint: str
+) -> None:
+    with pytest.raises(ValueError, match=hint):
+        MoE(MoEConfig(**SIZES), BackendConfig())(hidden_states, mask)
+
+
+def test_shapes_that_a_dispatcher_does_not_take_are_refused_by_name() -> None:
+    dispatcher = MoEFlexTokenDispatcher(BackendConfig(), 4, None)
+    tokens, ids, weights = torch.randn(3, 16), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2)
+    for shapes in (
+        (tokens[None], ids, weights),
+        (tokens, ids[:, 0], weights[:, 0]),
+        (tokens, ids[None], weights[None]),
+        (tokens[0], ids, weights),
+    ):
+        with pytest.raises(ValueError, match=r"must be \[T, H\], \[T, K\] and \[T, K\]"):
+            dispatcher.dispatch(*shapes)
+    with pytest.raises(ValueError, match="hidden_states must be floating point, found torch.int64"):
+        dispatcher.dispatch(tokens.long(), ids, weights)

@@ -32,6 +32,7 @@ from nemo_moe.config import (
 from nemo_moe.resolve import resolve
 from nemo_moe.train.assemble import Run, assemble, warnings_of
 from nemo_moe.train.finetune import finetune
+from nemo_moe.train.run_folder import RunFolder
 from nemo_moe.train.runtime import StartError, agreed, process_group
 from nemo_moe.train.step import TrainingStopped, train_step
 from tiny_run import records, tiny_config
@@ -165,20 +166,63 @@ def test_a_partial_step_has_the_gradient_of_its_own_batches(tmp_path: Path, one_
         torch.testing.assert_close(value, weights(whole)[name], rtol=0, atol=1e-6)
 
 
-def test_a_run_without_any_label_moves_nothing_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """case B53: max_length cuts every answer; no NaN, a warning with the count, and the weights stay, decay included."""
+def test_a_step_without_any_label_moves_nothing_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """case B53: max_length cuts most answers; no NaN, a warning with the count, and the weights stay, decay included."""
     optimizer = OptimizerConfig(lr=0.1, weight_decay=0.5)
-    config = tiny_config(tmp_path, max_length=3, optimizer=optimizer, router=RouterConfig(aux_loss_coef=0.1, bias_update_rate=0.1))
+    router = RouterConfig(aux_loss_coef=0.1, bias_update_rate=0.1)
+    # Words of three letters keep one token of their answer, longer ones none.
+    config = tiny_config(tmp_path, max_length=6, optimizer=optimizer, router=router, global_batch_size=1, micro_batch_size=1, max_steps=12)
     result = finetune(config)
-    assert result["steps_without_labels"] == 5 and math.isnan(float(result["validation_loss"]))
-    assert [record["loss"] for record in records(tmp_path)] == [0.0] * 5
+    losses = [record["loss"] for record in records(tmp_path)]
+    assert 0 < result["steps_without_labels"] == losses.count(0.0) < 12 and all(map(math.isfinite, losses))
     out = capsys.readouterr().out
-    assert "40 of 40 samples have no answer token left to learn" in out and out.count("has no label token on any rank") == 1
+    assert " of 40 samples have no answer token left to learn" in out and out.count("has no label token on any rank") == 1
     with process_group("gloo", 1.0, CPU):
         run = assembled(config)
         before = weights(run)
-        step_of(run)
+        step_of(run, run.loader.micro_batches(0, losses.index(0.0)))
         assert all(torch.equal(before[name], value) for name, value in weights(run).items())
+
+
+def test_a_run_that_could_learn_nothing_is_refused_with_the_count(tmp_path: Path) -> None:
+    """case B53 for all samples: as a warning, this would be a run that ends well and has trained nothing."""
+    with pytest.raises(
+        StartError, match="none of the 40 training samples has an answer token left to learn.* data.max_length is 3: raise it"
+    ):
+        finetune(tiny_config(tmp_path, max_length=3))
+
+
+def test_samples_longer_than_the_model_was_made_for_are_warned_about(tmp_path: Path, one_rank: None) -> None:
+    lines = warnings_of(assembled(tiny_config(tmp_path, model={"max_position_embeddings": 4})))
+    assert any("the longest sample has 13 tokens, but max_position_embeddings of the model's config is 4" in line for line in lines)
+    assert warnings_of(assembled(tiny_config(tmp_path))) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "hint"),
+    [
+        ("tokenizer.json", "{}", "transformers cannot read the tokenizer in "),
+        ("tokenizer_config.json", "[]", "transformers cannot read the tokenizer in "),
+        ("tokenizer_config.json", '{"tokenizer_class": "PreTrainedTokenizerFast"}', "names no end token; set eos_token"),
+        ("chat_template.jinja", "{% generation %}{% endgeneration %}{% if %}", "chat template cannot render chats of the roles user"),
+    ],
+)
+def test_a_model_folder_with_a_broken_tokenizer_is_one_message(file: str, content: str, hint: str, tmp_path: Path) -> None:
+    finetune(tiny_config(tmp_path / "one", max_steps=1))
+    folder = tmp_path / "one" / "model"
+    assert (folder / file).exists()
+    (folder / file).write_text(content)
+    with pytest.raises(StartError) as caught:
+        finetune(tiny_config(tmp_path / "two", model_path=str(folder), max_steps=1))
+    assert hint in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_weights_that_are_not_finite_are_named_as_a_cause(tmp_path: Path, one_rank: None) -> None:
+    run = assembled(tiny_config(tmp_path))
+    with torch.no_grad():
+        next(run.model.parameters()).fill_(math.nan)
+    with pytest.raises(TrainingStopped, match=r"in the first step also weights of the model's folder \(model.path\) that are not finite"):
+        step_of(run)
 
 
 def test_an_auxiliary_coefficient_alone_switches_the_loss_on(tmp_path: Path) -> None:
@@ -285,3 +329,50 @@ def test_a_mistake_in_the_code_is_no_start_error(one_rank: None) -> None:
 
     with pytest.raises(TypeError, match="a bug"):
         agreed(mistake)
+
+
+def test_a_start_that_fails_leaves_an_earlier_run_as_it_was(tmp_path: Path) -> None:
+    finetune(tiny_config(tmp_path, max_steps=1))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    with pytest.raises(StartError, match="vocab_size"):
+        finetune(tiny_config(tmp_path, model={"vocab_size": 8}))
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before and "train.jsonl" in before
+
+
+def test_a_recipe_in_output_dir_is_not_written_over(tmp_path: Path) -> None:
+    recipe = tmp_path / "config.yaml"
+    recipe.write_text("# my own recipe\n" + to_yaml(tiny_config(tmp_path, max_steps=1)))
+    with pytest.raises(StartError, match=r"config\.yaml was not written by a run"):
+        finetune(load_recipe(str(recipe)))
+    assert recipe.read_text().startswith("# my own recipe")
+
+
+def test_a_run_can_be_started_again_from_its_own_config(tmp_path: Path) -> None:
+    finetune(tiny_config(tmp_path, max_steps=1))
+    assert finetune(load_recipe(str(tmp_path / "config.yaml")))["steps"] == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a device that is always full")
+def test_records_that_cannot_be_written_do_not_cost_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.jsonl").symlink_to("/dev/full")
+    assert finetune(tiny_config(tmp_path, max_steps=2))["steps"] == 2
+    assert capfd.readouterr().out.count("the run goes on without these records") == 1
+    assert (tmp_path / "model" / "config.json").is_file() and records(tmp_path, "validation")
+
+
+def test_two_runs_cannot_write_to_one_folder(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, max_steps=1)
+    running = RunFolder(config)
+    running.check()
+    with pytest.raises(StartError, match="another run is writing to"):
+        finetune(config)
+    running.release()
+    assert finetune(config)["steps"] == 1
+
+
+def test_a_config_that_changes_a_folder_s_sizes_is_named_where_the_weights_do_not_fit(tmp_path: Path) -> None:
+    finetune(tiny_config(tmp_path / "one", max_steps=1))
+    config = tiny_config(tmp_path / "two", model_path=str(tmp_path / "one" / "model"), max_steps=1)
+    config.model.config = {"moe_intermediate_size": 32, "hidden_size": 32}
+    with pytest.raises(StartError, match=r"model.config changes what the folder's config.json says \(moe_intermediate_size 16 -> 32\)"):
+        finetune(config)

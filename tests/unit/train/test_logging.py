@@ -43,7 +43,8 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest
 
 def test_train_and_validation_records_share_the_global_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """case B49: one step axis; every second step and the last one are written."""
-    with RunLogger(config(), tmp_path, {}, rank=0) as log:
+    with RunLogger(config(), rank=0) as log:
+        log.begin(tmp_path, {})
         log_five_steps(log)
     assert [record["step"] for record in records(tmp_path / "train.jsonl")] == [2, 4, 5]
     assert records(tmp_path / "train.jsonl")[0] == {"step": 2, **STEP, "moe/imbalance": 2.0, "moe/layer_0/load": [0.75, 0.25]}
@@ -55,7 +56,8 @@ def test_train_and_validation_records_share_the_global_step(tmp_path: Path, caps
 
 
 def test_only_rank_0_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with RunLogger(config(WandbMode.offline), tmp_path, {}, rank=1) as log:
+    with RunLogger(config(WandbMode.offline), rank=1) as log:
+        log.begin(tmp_path, {})
         log.warn("something")
         log_five_steps(log)
     assert list(tmp_path.iterdir()) == [] and capsys.readouterr().out == ""
@@ -63,7 +65,8 @@ def test_only_rank_0_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_wandb_offline_holds_the_same_steps_and_the_config(tmp_path: Path, clean_environment: pytest.MonkeyPatch) -> None:
     """case B49, for W&B; without a key `auto` is offline."""
-    with RunLogger(config(WandbMode.auto), tmp_path, {"optimizer": {"lr": 0.25}}, rank=0) as log:
+    with RunLogger(config(WandbMode.auto), rank=0) as log:
+        log.begin(tmp_path, {"optimizer": {"lr": 0.25}})
         log_five_steps(log)
     run = _only(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
     history, settings = read_wandb(run)
@@ -77,7 +80,8 @@ def test_a_tracker_that_cannot_start_is_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # what a missing package looks like to an import
-    with RunLogger(config(WandbMode.offline), tmp_path, {}, rank=0) as log:
+    with RunLogger(config(WandbMode.offline), rank=0) as log:
+        log.begin(tmp_path, {})
         log_five_steps(log)
     out = capsys.readouterr().out
     assert out.count("warning: W&B could not start and is off for the rest of this run") == 1
