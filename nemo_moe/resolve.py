@@ -4,8 +4,8 @@ One answer for the parent of a launch (before any rank exists), for every rank (
 a dry run. Nothing is replaced: what was asked for runs or is refused, and the one thing that does not run as written
 (a dispatcher with `ep_size: 1`, where no token leaves its rank) is in the lines that rank 0 prints.
 
-A dispatcher that tokens will travel by is asked for what it needs of this machine (`check_available`), too; so its file
-and library are imported here, and on every rank alike.
+A dispatcher that tokens will travel by, and the experts, are asked for what they need of this machine (`check_available`),
+too; so their files and libraries are imported here, and on every rank alike.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def resolve(config: RunConfig, world_size: int, *, device_count: int | None = No
     if not _has_experts(model):
         _refuse_router_keys(config.router)
     else:
-        backends = [_dispatcher_line(config, sizes, model, device), _experts_line(config, model)]
+        backends = [_dispatcher_line(config, sizes, model, device), _experts_line(config, model, device)]
     return Resolved(
         sizes=sizes,
         device=device,
@@ -187,10 +187,15 @@ def _dispatcher_line(config: RunConfig, sizes: MeshSizes, model: Any, device: st
     return f"dispatcher: {name} (as configured): {spec.summary}"
 
 
-def _experts_line(config: RunConfig, model: Any) -> str:
+def _experts_line(config: RunConfig, model: Any, device: str) -> str:
     name = config.backend.experts
     spec = EXPERTS.get(name)
-    EXPERTS.load(name)
+    if device not in spec.devices:
+        raise ValueError(
+            f"backend.experts {name!r} runs on {', '.join(spec.devices)} only, and this run's device is {device};"
+            " choose 'grouped_mm' or 'loop'"
+        )
+    EXPERTS.load(name).check_available()
     element_bytes: int = getattr(torch, PRECISIONS[config.precision.value]).itemsize
     for key in ("hidden_size", "moe_intermediate_size"):
         size = getattr(model, key)

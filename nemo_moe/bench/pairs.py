@@ -95,6 +95,7 @@ def check_sizes(backend: BackendConfig, hidden_size: int, moe_intermediate_size:
     """
     experts = EXPERTS.get(backend.experts)
     _check_backend(EXPERTS, backend.experts, precision)
+    EXPERTS.load(backend.experts).check_available()
     for size in (hidden_size, moe_intermediate_size):
         if size * getattr(torch, PRECISIONS[precision]).itemsize % experts.row_bytes_multiple_of:
             raise ValueError(

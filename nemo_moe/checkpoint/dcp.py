@@ -4,22 +4,17 @@ A tensor is stored by its name and global shape; each rank writes and reads its 
 two expert-parallel ranks wrote one process can read, and DCP's own reading of DTensors, which does not know that local
 experts are part of a larger tensor, is not used. Boxes that several ranks hold are written once.
 
-Nothing that a checkpoint folder says is run: tensors are read with weights_only, and the index (`.metadata`), which
-torch reads by a bare pickle, goes through an unpickler that knows the index's own classes and nothing else. Its file
-names and ranges are checked against the files before anything is read.
+Nothing that a checkpoint folder says is run: tensors are read with weights_only, and the index by `dcp_index`.
 
 Left out on purpose: values that are no tensors. DCP would pickle them; they belong in a JSON file beside.
 """
 
 from __future__ import annotations
 
-import os
-import pickle
-import re
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,37 +27,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from nemo_moe.checkpoint.dcp_index import CheckpointReadError
 from nemo_moe.checkpoint.shards import LocalShard
 from nemo_moe.checkpoint.together import SaveError
-
-INDEX_FILE = ".metadata"
-_INDEX_CLASSES = {
-    "torch.distributed.checkpoint.metadata": {
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    # Where the folder was when it was written; of Python's versions.
-    "pathlib": {"PosixPath", "WindowsPath"},
-    "pathlib._local": {"PosixPath", "WindowsPath"},
-}
-_DATA_FILE = re.compile(r"__\d+_\d+\.distcp")
-
-
-class StoredTensor(NamedTuple):
-    """What the index says of a tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class CheckpointReadError(ValueError):
-    """A checkpoint folder is damaged, incomplete or not one."""
 
 
 def write_tensors(boxes: Sequence[LocalShard], folder: Path, group: dist.ProcessGroup | None) -> None:
@@ -92,8 +59,8 @@ def read_tensors(boxes: Sequence[LocalShard], index: Metadata, folder: Path, gro
     """Fill this rank's boxes, in place, from a folder that any number of ranks wrote. Collective.
 
     Args:
-        boxes: names, shapes and dtypes must be those of `index` (`stored_tensors`).
-        index: of `read_index`.
+        boxes: names, shapes and dtypes must be those of `index` (`dcp_index.stored_tensors`).
+        index: of `dcp_index.read_index`.
 
     Raises:
         CheckpointReadError: some rank could not read; on all ranks.
@@ -105,30 +72,6 @@ def read_tensors(boxes: Sequence[LocalShard], index: Metadata, folder: Path, gro
             dcp.load({}, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
         except CheckpointException as error:
             raise CheckpointReadError(f"{folder} cannot be read: {_first_cause(error)}; resume from another checkpoint") from error
-
-
-def read_index(folder: Path) -> Metadata:
-    """The index of a checkpoint folder, checked: it runs no code, names files of this folder, and they are whole.
-
-    Raises:
-        CheckpointReadError: says what is wrong.
-    """
-    path = folder / INDEX_FILE
-    try:
-        with path.open("rb") as file:
-            index: Metadata = _IndexUnpickler(file).load()
-    except OSError as error:
-        raise CheckpointReadError(f"{path} cannot be read ({error.strerror or error}); {folder} is not a complete checkpoint") from error
-    except Exception as error:  # whatever a damaged or hostile pickle raises
-        raise CheckpointReadError(f"{path} is not the index of a checkpoint ({type(error).__name__}: {error})") from error
-    _check_index(index, folder)
-    return index
-
-
-def stored_tensors(index: Metadata) -> dict[str, StoredTensor]:
-    """Name -> shape and dtype."""
-    entries: dict[str, Any] = index.state_dict_metadata
-    return {name: StoredTensor(tuple(entry.size), entry.properties.dtype) for name, entry in entries.items()}
 
 
 def _first_cause(error: CheckpointException) -> str:
@@ -209,51 +152,3 @@ class _CheckedReader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._index
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    """Builds the classes of an index; refuses any other name, so a pickle that would call something is an error."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name in _INDEX_CLASSES.get(module, ()):
-            return super().find_class(module, name)
-        if (module, name) == ("torch.serialization", "_get_layout"):
-            return _layout
-        if module == "torch":
-            value = getattr(torch, name, None)
-            if value is torch.Size or isinstance(value, torch.dtype):
-                return value
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no index does; the folder is not to be trusted")
-
-
-def _layout(name: str) -> torch.layout:
-    """What torch pickles a layout as a call of."""
-    if name != "torch.strided":
-        raise pickle.UnpicklingError(f"a tensor has the layout {name}; only torch.strided is read")
-    return torch.strided
-
-
-def _check_index(index: Any, folder: Path) -> None:
-    """Raise CheckpointReadError unless the index is made of what an index is made of and the files are as it says."""
-    tensors, places = getattr(index, "state_dict_metadata", None), getattr(index, "storage_data", None)
-    if not isinstance(index, Metadata) or not isinstance(tensors, dict) or not isinstance(places, dict):
-        raise CheckpointReadError(f"{folder / INDEX_FILE} is not the index of a checkpoint")
-    for name, entry in tensors.items():
-        if not isinstance(entry, TensorStorageMetadata):
-            raise CheckpointReadError(f"{folder / INDEX_FILE}: {name} is no tensor; such values are not read")
-        missing = [chunk for chunk in entry.chunks if MetadataIndex(name, chunk.offsets) not in places]
-        if missing:
-            raise CheckpointReadError(f"{folder / INDEX_FILE}: a part of {name} is in no file")
-    needed: dict[str, int] = {}
-    for place in places.values():
-        file, end = place.relative_path, place.offset + place.length
-        if not _DATA_FILE.fullmatch(file) or place.offset < 0 or place.length < 0:
-            raise CheckpointReadError(f"{folder / INDEX_FILE} names the file {file!r}, which is none of a checkpoint's")
-        needed[file] = max(needed.get(file, 0), end)
-    for file, size in sorted(needed.items()):
-        path = folder / file
-        found = os.path.getsize(path) if path.is_file() else None
-        if found is None:
-            raise CheckpointReadError(f"{path} is missing; checkpoints need a folder that all nodes share")
-        if found < size:
-            raise CheckpointReadError(f"{path} is cut off: {found} bytes of {size}")

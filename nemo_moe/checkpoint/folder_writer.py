@@ -13,13 +13,12 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
-from nemo_moe.checkpoint.safetensors_header import make_header
-from nemo_moe.checkpoint.tensor_files import EXTRA_FILE, INDEX_FILE, WEIGHTS_FILE, memory_of
+from nemo_moe.checkpoint.tensor_files import EXTRA_FILE, INDEX_FILE, WEIGHTS_FILE
 from nemo_moe.checkpoint.together import SaveError as SaveError, on_rank_zero
 
 _TOKENIZER_FILES = (
@@ -78,72 +77,52 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 class FolderWriter:
-    """One save. All ranks call the methods alike; what rank 0 alone gives is None on the others.
+    """One save. All ranks call the methods alike; what rank 0 alone gives is empty on the others.
 
-    What goes wrong with a tensor is kept until the end of its file, where all ranks raise SaveError; `abandon` is for
-    whatever else ends the save.
+    Each call that writes raises SaveError on all ranks where rank 0 failed; `abandon` is for whatever else ends the save.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder = folder.absolute()
         self._rank = rank
         self._partial = self._folder
-        self._file: BinaryIO | None = None
-        self._failed: Exception | None = None
-        self._extra: dict[str, Tensor] = {}
         self._together(self._begin)
 
-    def begin_file(self, name: str, tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype]]) -> None:
-        """Begin file `name`, of tensors (name, shape, dtype), which `write` is then called for in this order."""
-
-        def begin() -> None:
-            self._file = (self._partial / name).open("xb", buffering=0)
-            _write_all(self._file, make_header(tensors))
-
-        self._keeping_failure(begin)
-
-    def write(self, tensor: Tensor | None) -> None:
-        """The next tensor of the file: [shape as announced], on the CPU, in the dtype that was announced."""
-        file = self._file
-        if tensor is not None and file is not None:
-            self._keeping_failure(lambda: _write_all(file, memory_of(tensor.contiguous())))
-
-    def end_file(self) -> None:
-        """Bring the file to the disk. Raises SaveError on all ranks where any of it failed."""
-
-        def end() -> None:
-            if self._failed is not None:
-                raise self._failed
-            assert self._file is not None
-            os.fsync(self._file.fileno())
-            self._file.close()
-
-        self._together(end)
-
-    def add_extra(self, key: str, tensor: Tensor | None) -> None:
-        """Keep a tensor for EXTRA_FILE."""
-        if tensor is not None:
-            self._extra[key] = tensor
+    def write_file(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Write a weights file and bring it to the disk. Tensors are contiguous and on the CPU."""
+        self._together(lambda: self._save(name, tensors))
 
     def finish(
-        self, files: Mapping[str, str], sizes: Mapping[str, int], config: Mapping[str, Any], tokenizer: Any, source: Path | None
+        self,
+        files: Mapping[str, str],
+        total_size: int,
+        extra: Mapping[str, Tensor],
+        config: Mapping[str, Any],
+        tokenizer: Any,
+        source: Path | None,
     ) -> None:
-        """Write all that is no weights, and put the folder in place.
+        """Write all that is no file of weights, and put the folder in place.
 
         Args:
             files: tensor -> file, of `plan_files`.
-            sizes: the index's metadata.
+            total_size: bytes of the weights, for the index.
+            extra: for EXTRA_FILE, which is left out where there is nothing.
             config: for config.json.
             tokenizer, source: see `hf.save_hf_folder`.
         """
 
         def write() -> None:
             if len(set(files.values())) > 1:
-                _write_json(self._partial / INDEX_FILE, {"metadata": dict(sizes), "weight_map": dict(sorted(files.items()))})
-            if self._extra:
-                self._write_extra()
+                _write_json(self._partial / INDEX_FILE, {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(files.items()))})
+            if extra:
+                self._save(EXTRA_FILE, extra)
+                _logger.warning(
+                    "transformers does not know the router's expert biases: they are in %s, and it will route without them", EXTRA_FILE
+                )
             write_configs(self._partial, config, tokenizer, source)
             for path in self._partial.rglob("*"):
+                if path.suffix == ".safetensors":  # the library makes files that their owner alone may read
+                    shutil.copymode(self._partial / "config.json", path)
                 _sync(path)
             _sync(self._partial)
             self._publish()
@@ -152,8 +131,6 @@ class FolderWriter:
 
     def abandon(self) -> None:
         """Remove what was written so far. Not collective."""
-        if self._file is not None:
-            self._file.close()
         if self._rank == 0 and self._partial != self._folder:
             shutil.rmtree(self._partial, ignore_errors=True)
 
@@ -165,13 +142,9 @@ class FolderWriter:
             shutil.rmtree(self._partial)
         self._partial.mkdir(parents=True)
 
-    def _write_extra(self) -> None:
-        self._file = (self._partial / EXTRA_FILE).open("xb", buffering=0)
-        with self._file as file:
-            _write_all(file, make_header([(key, tuple(tensor.shape), tensor.dtype) for key, tensor in self._extra.items()]))
-            for tensor in self._extra.values():
-                _write_all(file, memory_of(tensor.contiguous()))
-        _logger.warning("transformers does not know the router's expert biases: they are in %s, and it will route without them", EXTRA_FILE)
+    def _save(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        save_file(dict(tensors), self._partial / name, metadata={"format": "pt"})
+        _sync(self._partial / name)
 
     def _publish(self) -> None:
         """Move the files to their place; where one cannot be moved, all go back to where they were.
@@ -206,14 +179,6 @@ class FolderWriter:
         shutil.rmtree(replaced, ignore_errors=True)
         self._partial.rmdir()
 
-    def _keeping_failure(self, action: Callable[[], object]) -> None:
-        """Run `action` on rank 0, unless an earlier one failed; what it raises is kept for the end of the file."""
-        if self._rank == 0 and self._failed is None:
-            try:
-                action()
-            except Exception as error:
-                self._failed = error
-
     def _together(self, action: Callable[[], object]) -> None:
         """Run `action` on rank 0; all ranks raise SaveError if it failed."""
         try:
@@ -225,13 +190,6 @@ class FolderWriter:
 
 def _is_entry_point(path: Path) -> bool:
     return path.name in (INDEX_FILE, WEIGHTS_FILE)
-
-
-def _write_all(file: BinaryIO, data: bytes | memoryview) -> None:
-    """All of it: a raw write may stop early, at 2 GiB or where the disk is full (the next one says so)."""
-    rest = memoryview(data)
-    while rest:
-        rest = rest[file.write(rest) :]
 
 
 def _sync(path: Path) -> None:

@@ -10,7 +10,6 @@ Left out on purpose, for now: writing by all ranks at once; quantised weights; p
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,8 +21,8 @@ from torch import Tensor, nn
 from nemo_moe.checkpoint.folder_writer import FolderWriter, plan_files
 from nemo_moe.checkpoint.hf_model import HFModel, HFTensor, within
 from nemo_moe.checkpoint.load_plan import plan_load
-from nemo_moe.checkpoint.safetensors_header import DTYPES
 from nemo_moe.checkpoint.shards import GatherToRankZero, local_shards
+from nemo_moe.checkpoint.tensor_files import DTYPES
 
 MAX_SHARD_BYTES = 5 * 10**9
 
@@ -54,20 +53,14 @@ def load_hf_folder(model: nn.Module, folder: str | Path, *, progress: Progress |
     """
     plan = plan_load(cast(HFModel, model), Path(folder))
     total, done = sum(transfer.size for transfer in plan.transfers), 0
-
-    def tell(size: int) -> None:
-        nonlocal done
-        done += size
+    if progress is not None:
+        progress(0, total)
+    for transfer in plan.transfers:
+        # To the device first: it converts faster, and what goes there is what the file has.
+        transfer.target.copy_(transfer.files.read(transfer.key, transfer.box).to(transfer.target.device))
+        done += transfer.size
         if progress is not None:
             progress(done, total)
-
-    tell(0)
-    try:
-        for transfer in plan.transfers:
-            transfer.files.read_into(transfer.key, transfer.box, transfer.target, tell)
-    finally:
-        for files in plan.files:
-            files.close()
     for gate, bias in plan.biases:
         gate.expert_bias = bias
 
@@ -81,6 +74,7 @@ def save_hf_folder(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Progress | None = None,
+    check: Callable[[], object] = lambda: None,
 ) -> None:
     """Write a folder that transformers loads, from a model however it is spread. Collective: every rank calls it alike.
 
@@ -96,6 +90,8 @@ def save_hf_folder(
             bf16 goes out as bf16, whatever the master weights are), else the parameters' own.
         max_shard_bytes: of one weights file; a larger model gets several, and an index.
         progress: called on rank 0 with (bytes written, bytes in all), first with 0 and then after each parameter.
+        check: called on every rank before each parameter; what it raises (on all ranks) ends the save and leaves an older
+            folder as it was.
 
     Raises:
         ValueError: max_shard_bytes is not positive, or dtype is not a floating type that the files can have.
@@ -104,9 +100,14 @@ def save_hf_folder(
     shards = local_shards(cast(HFModel, model))
     gather = GatherToRankZero(shards)
     indices = {shard.name: index for index, shard in enumerate(shards)}
+
+    def fetch(name: str, wanted: torch.dtype) -> Tensor | None:
+        check()
+        return gather(indices[name], wanted)
+
     write_hf_folder(
         model,
-        lambda name, wanted: gather(indices[name], wanted),
+        fetch,
         folder,
         tokenizer,
         rank=gather.rank,
@@ -173,8 +174,8 @@ def write_hf_folder(
     total = sum(math.prod(piece.shape) for piece in pieces) * dtype.itemsize
     writer = FolderWriter(Path(folder), rank)
     try:
-        _write_weights(writer, entries, files, dtype, fetch, total, progress if rank == 0 else None)
-        writer.finish(files, {"total_size": total}, config, tokenizer, None if source is None else Path(source))
+        extra = _write_weights(writer, entries, files, dtype, fetch, total, progress if rank == 0 else None)
+        writer.finish(files, total, extra, config, tokenizer, None if source is None else Path(source))
     except BaseException:
         writer.abandon()
         raise
@@ -188,25 +189,27 @@ def _write_weights(
     fetch: Callable[[str, torch.dtype], Tensor | None],
     total: int,
     progress: Progress | None,
-) -> None:
-    contents = {name: list(keys) for name, keys in itertools.groupby(files, key=files.__getitem__)}
-    shapes = {piece.key: piece.shape for entry in entries for piece in entry.pieces}
+) -> dict[str, Tensor]:
+    """Write all files; what belongs in none of them (on rank 0)."""
+    last = {name: key for key, name in files.items()}
+    held: dict[str, Tensor] = {}
+    extra: dict[str, Tensor] = {}
     done = 0
     if progress is not None:
         progress(0, total)
     for entry, full in _fetched(entries, fetch):
-        if not entry.pieces:
-            writer.add_extra(entry.name, full)
+        if not entry.pieces and full is not None:
+            extra[entry.name] = full.contiguous()
         for piece in entry.pieces:
-            keys = contents[files[piece.key]]
-            if piece.key == keys[0]:
-                writer.begin_file(files[piece.key], [(key, shapes[key], dtype) for key in keys])
-            writer.write(None if full is None else full[within(entry.shape, piece)])
-            if piece.key == keys[-1]:
-                writer.end_file()
+            if full is not None:
+                held[piece.key] = full[within(entry.shape, piece)].reshape(piece.shape).contiguous()
+            if piece.key == last[files[piece.key]]:
+                writer.write_file(files[piece.key], held)
+                held = {}
             done += math.prod(piece.shape) * dtype.itemsize
         if progress is not None and entry.pieces:
             progress(done, total)
+    return extra
 
 
 def _fetched(entries: Sequence[_Entry], fetch: Callable[[str, torch.dtype], Tensor | None]) -> Iterator[tuple[_Entry, Tensor | None]]:

@@ -6,7 +6,6 @@ The plan looks at whole tensors, not at this rank's part of them: all ranks find
 from __future__ import annotations
 
 import logging
-import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,14 +14,12 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from nemo_moe.checkpoint.hf_model import Box, HFModel, HFTensor, Whole, overlap
-from nemo_moe.checkpoint.safetensors_header import DTYPES
+from nemo_moe.checkpoint.hf_model import HFModel, HFTensor, Whole, overlap
 from nemo_moe.checkpoint.shards import LocalShard, local_shards
-from nemo_moe.checkpoint.tensor_files import EXTRA_FILE, TensorFiles
+from nemo_moe.checkpoint.tensor_files import DTYPES, EXTRA_FILE, TensorFiles
 from nemo_moe.hf_folder import read_hf_config
 
 _MAX_LISTED = 8
-_COMPARED = 2**22  # elements
 _logger = logging.getLogger(__name__)
 
 
@@ -54,12 +51,10 @@ class LoadPlan(NamedTuple):
     Attributes:
         transfers: in the order of the files' bytes.
         biases: (gate, its expert bias) to put in place.
-        files: to be closed at the end.
     """
 
     transfers: list[Transfer]
     biases: list[tuple[nn.Module, Tensor]]
-    files: list[TensorFiles]
 
 
 def plan_load(model: HFModel, folder: Path) -> LoadPlan:
@@ -69,35 +64,25 @@ def plan_load(model: HFModel, folder: Path) -> LoadPlan:
     if any(shard.tensor.is_meta for shard in shards):
         raise ValueError("the model has no storage yet (meta device); call model.to_empty(device=...) and model.reset_buffers() first")
     reads, problems = _plan_weights(model, shards, files)
-    opened, biases = [files], []
+    biases = []
     if (folder / EXTRA_FILE).is_file():
-        extra = TensorFiles.single(folder / EXTRA_FILE)
-        opened.append(extra)
+        extra = TensorFiles(folder, EXTRA_FILE)
         biases = _biases_to_add(model, extra)
         problems += _plan_extra(extra, [*shards, *(shard for _, shard in biases)], reads)
     if problems:
         raise ValueError(f"{folder} does not fit the model:\n  " + "\n  ".join(problems))
     transfers = [transfer for read in reads for transfer in _transfers(read)]
-    transfers.sort(key=lambda transfer: (transfer.files is not files, _place(transfer)))
-    return LoadPlan(transfers, [(gate, shard.tensor) for gate, shard in biases], opened)
+    transfers.sort(key=lambda transfer: transfer.files.tensors[transfer.key][:2])
+    return LoadPlan(transfers, [(gate, shard.tensor) for gate, shard in biases])
 
 
 def _transfers(read: _Read) -> list[Transfer]:
     boxes = [(piece, overlap(read.shard, piece)) for piece in read.pieces]
     return [
-        Transfer(read.files, piece.key, box.file, read.shard.tensor[box.local], _bytes(read.files, piece.key, box))
+        Transfer(read.files, piece.key, box.file, read.shard.tensor[box.local], read.files.size(piece.key, box.file))
         for piece, box in boxes
         if box is not None
     ]
-
-
-def _bytes(files: TensorFiles, key: str, box: Box) -> int:
-    return math.prod(part.stop - part.start for part in box.file) * files.dtype(key).itemsize
-
-
-def _place(transfer: Transfer) -> tuple[str, int]:
-    stored = transfer.files.tensors[transfer.key]
-    return stored.file, stored.start
 
 
 def _plan_weights(model: HFModel, shards: Sequence[LocalShard], files: TensorFiles) -> tuple[list[_Read], list[str]]:
@@ -171,18 +156,9 @@ def _is_alias(model: HFModel, key: str, reads: list[_Read]) -> bool:
 
 
 def _same(files: TensorFiles, one: str, other: str, box: tuple[slice, ...]) -> bool:
-    """Whether two tensors are equal in a box of theirs. Some rows at a time: neither is ever held whole."""
-    first, rest = box[0], tuple(part.stop - part.start for part in box[1:])
-    step = max(1, _COMPARED // math.prod(rest))
-    for start in range(first.start, first.stop, step):
-        rows = slice(start, min(start + step, first.stop))
-        part = (rows, *box[1:])
-        ours, theirs = (torch.empty((rows.stop - rows.start, *rest), dtype=files.dtype(key)) for key in (one, other))
-        files.read_into(one, part, ours)
-        files.read_into(other, part, theirs)
-        if not torch.equal(ours, theirs):
-            return False
-    return True
+    """Whether two tensors are equal in a box of theirs; neither is copied."""
+    ours, theirs = files.read(one, box), files.read(other, box)
+    return ours.dtype == theirs.dtype and torch.equal(ours, theirs)
 
 
 def _without_dropped_layers(model: HFModel, keys: list[str], folder: Path) -> list[str]:

@@ -1,20 +1,24 @@
 """The folder `checkpoints` of a run: which steps are there, which is the latest and which the best.
 
     step-00000120/   a checkpoint that all ranks have written and that was looked at: the name is given last
-    .step-00000130.partial/   one that is being written, or was when the job died; never read, removed by the next save
+    .step-00000130.partial/    one that is being written, or was when the job died; never read, removed by the next save
+    .step-00000120.replaced/   a whole one that another of the same step is about to replace; put back where that did not happen
+    .step-00000110.removed/    one that is being removed
     latest, best     text files that hold a folder's name, replaced in one move
 
-A folder is taken away by first giving it a hidden name, so what has a step's name is always whole. Only rank 0 calls
-what changes something here.
+So what has a step's name is always whole, and at every moment the newest complete checkpoint is there. What cannot be
+removed stays and is tried again; it never fails a save. Only rank 0 calls what changes something here.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
 from pathlib import Path
 
+_logger = logging.getLogger(__name__)
 _STEP = re.compile(r"step-(\d{8,})")
 
 
@@ -51,11 +55,19 @@ class StepFolders:
         """The checkpoint with the lowest validation loss."""
         return self._named("best")
 
-    def begin(self, step: int) -> Path:
-        """An empty folder to write the checkpoint of a step into; what died half-written before is removed."""
-        self.root.mkdir(parents=True, exist_ok=True)
+    def recover(self) -> None:
+        """Put back what a process was replacing when it died, and remove what it left half-written or half-removed."""
         for path in self.root.glob(".step-*"):
-            shutil.rmtree(path)
+            folder = self.root / path.name.removeprefix(".").partition(".")[0]
+            if path.suffix == ".replaced" and not folder.exists():
+                path.rename(folder)
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def begin(self, step: int) -> Path:
+        """An empty folder to write the checkpoint of a step into."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        self.recover()
         partial = self.partial(step)
         partial.mkdir()
         return partial
@@ -63,13 +75,15 @@ class StepFolders:
     def publish(self, step: int, *, is_best: bool, keep_last: int) -> Path:
         """Give what was written its name, make it the latest, and remove what is neither among the newest nor the best."""
         folder = self.folder(step)
+        for path in (*self.partial(step).rglob("*"), self.partial(step)):
+            _sync(path)
         if folder.exists():  # the same step again, after going on from an older one
-            self._remove(folder)
-        _sync(self.partial(step))
+            folder.rename(folder.with_name(f".{folder.name}.replaced"))
         self.partial(step).rename(folder)
         self._point("latest", folder)
         if is_best:
             self._point("best", folder)
+        self.recover()
         best = self.best()
         for path in list(self.steps().values())[:-keep_last]:
             if path not in (folder, best):
@@ -80,12 +94,13 @@ class StepFolders:
         """Remove what a failed save left."""
         shutil.rmtree(self.partial(step), ignore_errors=True)
 
-    def remove_all(self) -> None:
-        """Remove every checkpoint."""
+    def remove(self, step: int) -> None:
+        """Remove a checkpoint, and the pointers and the folder of all where it was the last one."""
+        self._remove(self.folder(step))
+        if self.steps():
+            return
         for name in ("latest", "best"):
             (self.root / name).unlink(missing_ok=True)
-        for folder in self.steps().values():
-            self._remove(folder)
         if self.root.is_dir() and not any(self.root.iterdir()):
             self.root.rmdir()
 
@@ -109,13 +124,17 @@ class StepFolders:
     def _remove(self, folder: Path) -> None:
         hidden = folder.with_name(f".{folder.name}.removed")
         shutil.rmtree(hidden, ignore_errors=True)
-        folder.rename(hidden)
-        shutil.rmtree(hidden)
+        try:
+            folder.rename(hidden)
+        except OSError as error:
+            _logger.warning("%s cannot be removed (%s)", folder, error.strerror or error)
+            return
+        shutil.rmtree(hidden, ignore_errors=True)
 
 
-def _sync(folder: Path) -> None:
-    """Put a folder's entries on the disk, where the system can."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Put a file, or a folder's entries, on the disk, where the system can."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError:

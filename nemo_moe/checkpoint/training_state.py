@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from nemo_moe.checkpoint.dcp import StoredTensor, read_index, read_tensors, stored_tensors
+from nemo_moe.checkpoint.dcp import read_tensors
+from nemo_moe.checkpoint.dcp_index import StoredTensor, read_index, stored_tensors
 from nemo_moe.checkpoint.shards import LocalShard, ShardedModel, local_shards
 
 _MAX_LISTED = 8
@@ -38,40 +39,51 @@ def training_boxes(model: nn.Module, optimizer: Optimizer, rank: int) -> list[Lo
     return [*shards.values(), *_optimizer_boxes(model, optimizer, shards), *_random_boxes(rank)]
 
 
-def restore(model: nn.Module, optimizer: Optimizer, folder: Path, *, rank: int, ranks_then: int, group: dist.ProcessGroup | None) -> bool:
-    """Fill model, optimizer and, on the same number of ranks, the random generators from a checkpoint. Collective.
+class Restore:
+    """Putting model, optimizer and, on the same number of ranks, the random generators where a checkpoint has them.
+
+    Two steps, because they fail in two ways: building it looks at the folder and finds, on this rank alone, what does not
+    fit; `read` is collective.
 
     Args:
-        model: parallelized, with storage; an expert bias that only the checkpoint has is added to its gate.
+        model: parallelized, with storage; an expert bias that only the checkpoint has is added to its gate. One that only
+            the model has stays as it is in a new model, zero.
         optimizer: new, over the model's parameters.
-        ranks_then: ranks of the run that saved.
-        group: of gloo, all ranks; None is one process.
+        folder: of the checkpoint.
+        rank, ranks: of this run. ranks_then: of the run that saved.
 
-    Returns:
-        Whether the random states are those of the checkpoint.
+    Attributes:
+        same_random: whether the random states will be those of the checkpoint.
 
     Raises:
         CheckpointReadError: the folder is damaged.
         ValueError: the checkpoint's tensors are not those of this model; names them.
     """
-    index = read_index(folder)
-    stored = stored_tensors(index)
-    add_expert_biases(model, stored)
-    shards = _model_boxes(model)
-    _check_model(stored, shards, folder)
-    states = _new_optimizer_states(model, optimizer, stored, shards, folder)
-    boxes = list(shards.values())
-    for name, parameter, key, value in states:
-        boxes.append(_state_box(name, key, value, parameter, shards[f"model/{name}"]))
-    same_ranks = ranks_then == (dist.get_world_size(group) if group is not None else 1)
-    random = _random_boxes(rank) if same_ranks else []
-    random = [box for box in random if stored.get(box.name) == StoredTensor(box.global_shape, box.tensor.dtype)]
-    read_tensors([*boxes, *random], index, folder, group)
-    for _, parameter, key, value in states:
-        optimizer.state[parameter][key] = value
-    for box in random:
-        _set_random_state(box)
-    return bool(random)
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, folder: Path, rank: int, ranks_then: int, ranks: int) -> None:
+        self._optimizer, self._folder = optimizer, folder
+        self._index = read_index(folder)
+        stored = stored_tensors(self._index)
+        add_expert_biases(model, stored)
+        shards = {name: shard for name, shard in _model_boxes(model).items() if name in stored or not name.endswith(".expert_bias")}
+        _check_model(stored, shards, folder)
+        self._states = _new_optimizer_states(model, optimizer, stored, shards, folder)
+        self._boxes = list(shards.values())
+        self._boxes += [_state_box(name, key, value, parameter, shards[f"model/{name}"]) for name, parameter, key, value in self._states]
+        random = _random_boxes(rank) if ranks_then == ranks else []
+        self._random = [box for box in random if stored.get(box.name) == StoredTensor(box.global_shape, box.tensor.dtype)]
+        self.same_random = bool(self._random)
+
+    def read(self, group: dist.ProcessGroup | None) -> None:
+        """Fill everything in place. Collective over `group` (gloo, all ranks; None is one process).
+
+        Raises CheckpointReadError on all ranks where one could not read.
+        """
+        read_tensors([*self._boxes, *self._random], self._index, self._folder, group)
+        for _, parameter, key, value in self._states:
+            self._optimizer.state[parameter][key] = value
+        for box in self._random:
+            _set_random_state(box)
 
 
 def _model_boxes(model: nn.Module) -> dict[str, LocalShard]:

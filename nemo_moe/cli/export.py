@@ -28,7 +28,7 @@ def run_export(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights (default: the model config's, else float32)"
     )
-    parser.add_argument("--max-shard-gb", type=float, default=5.0, metavar="GB", help="size of one weights file (default: 5)")
+    parser.add_argument("--max-shard-gb", type=_gigabytes, default=5 * 10**9, metavar="GB", help="size of one weights file (default: 5)")
     arguments = parser.parse_args(argv)
 
     import torch
@@ -45,10 +45,21 @@ def run_export(argv: Sequence[str]) -> int:
                 checkpoint,
                 arguments.folder,
                 dtype=dtype,
-                max_shard_bytes=int(arguments.max_shard_gb * 1e9),
+                max_shard_bytes=arguments.max_shard_gb,
                 progress=display.update,
             )
     except (ValueError, ImportError, SaveError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 1 if isinstance(error, SaveError) else 2
     return 0
+
+
+def _gigabytes(text: str) -> int:
+    """Bytes of a number of GB."""
+    try:
+        size = int(float(text) * 1e9)
+    except (ValueError, OverflowError):
+        size = 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"needs a size in GB above 0, found {text!r}")
+    return size

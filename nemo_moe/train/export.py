@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from nemo_moe.checkpoint.dcp import read_index, read_tensors, stored_tensors
+from nemo_moe.checkpoint.dcp import read_tensors
+from nemo_moe.checkpoint.dcp_index import read_index, stored_tensors
 from nemo_moe.checkpoint.hf import MAX_SHARD_BYTES, Progress, write_hf_folder
 from nemo_moe.checkpoint.shards import LocalShard
 from nemo_moe.checkpoint.step_folders import StepFolders
@@ -44,6 +45,9 @@ def export(
         SaveError: the folder cannot be written; an older one is as it was.
     """
     model = _model_of(checkpoint)
+    links = [path for path in (checkpoint / HF_FOLDER).iterdir() if path.is_symlink()]
+    if links:  # what it leads to would end up in a folder that may be given away
+        raise ValueError(f"{links[0]} is a link; a checkpoint has none, and it is not followed")
     index = read_index(checkpoint)
     stored = stored_tensors(index)
     add_expert_biases(model, stored)
@@ -73,7 +77,7 @@ def find_checkpoint(run: Path, which: str) -> Path:
     if which in ("latest", "best"):
         found = folders.latest() if which == "latest" else folders.best()
     else:
-        found = steps.get(int(which)) if which.isdigit() else None
+        found = steps.get(int(which)) if which.isascii() and which.isdigit() else None
     if found is None:
         named = [name for name in ("latest", "best") if name == "latest" or folders.best() is not None]
         raise ValueError(f"{run} has no checkpoint {which!r} (there are: {', '.join([*named, *map(str, steps)])})")

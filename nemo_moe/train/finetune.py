@@ -9,6 +9,7 @@ Left out on purpose: skipping steps that are not finite.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_moe.checkpoint.hf import save_hf_folder
+from nemo_moe.checkpoint.together import SaveError
 from nemo_moe.compose import to_plain, to_yaml
 from nemo_moe.config import RunConfig
 from nemo_moe.resolve import Resolved, resolve
@@ -26,11 +28,12 @@ from nemo_moe.train.evaluate import ExactMatch, exact_match, most_frequent_answe
 from nemo_moe.train.logging import RunLogger, Value
 from nemo_moe.train.loop import TrainLoop
 from nemo_moe.train.progress import TransferDisplay
-from nemo_moe.train.progress_state import Progress
 from nemo_moe.train.report import Accuracy, accuracy_lines, load_command
-from nemo_moe.train.resume import Resume, find_resume
+from nemo_moe.train.resume import Resume, find_resume, require_same_state
 from nemo_moe.train.run_folder import RunFolder
-from nemo_moe.train.runtime import agreed, local_device, local_world_size, process_group, world_size
+from nemo_moe.train.run_state import RunState
+from nemo_moe.train.runtime import agreed, decided_by_rank_zero, local_device, local_world_size, process_group, world_size
+from nemo_moe.train.step import TrainingStopped
 from nemo_moe.train.stop_vote import StopAgreed, StopVote
 from nemo_moe.train.watchdog import Watchdog
 
@@ -54,7 +57,7 @@ def finetune(config: RunConfig, stop: StopRequest | None = None) -> dict[str, Va
     Raises:
         ValueError, ImportError: the run cannot start, with the reason; alike on all ranks (`runtime.StartError`).
         TrainingStopped: the loss or gradient norm is not finite any more.
-        SaveError: the trained model or a checkpoint cannot be written; figures are reported before.
+        SaveError: a checkpoint cannot be written, which ends training, or the trained model, after its figures were told.
     """
     if stop is None:
         with StopRequest() as stop:
@@ -80,8 +83,11 @@ def _finetune(config: RunConfig, resolved: Resolved, folder: RunFolder, stop: St
     torch.manual_seed(config.seed)
     record = {**to_plain(config), "resolved": dataclasses.asdict(resolved)}
     first = dist.get_rank() == 0
-    earlier = agreed(lambda: folder.check() if first else False)
-    resume = agreed(lambda: find_resume(config, folder.checkpoints))
+    earlier, token = decided_by_rank_zero(folder.check)
+    agreed(lambda: folder.check_shared(token))
+    resume = decided_by_rank_zero(lambda: find_resume(config, folder.checkpoints))
+    if resume is not None:
+        agreed(lambda: require_same_state(resume))
     continued = resume is not None and resume.folder.parent == folder.checkpoints.root
     with RunLogger(config.logging, dist.get_rank()) as log:
         for line in (to_yaml(config).rstrip(), *resolved.lines):
@@ -89,7 +95,7 @@ def _finetune(config: RunConfig, resolved: Resolved, folder: RunFolder, stop: St
         watchdog.now("building data and model")
         run = assemble(config, resolved, resume)
         # Two groups over gloo: a save in the background must not meet a vote of the main thread.
-        votes = dist.new_group(backend="gloo")
+        votes = dist.new_group(backend="gloo", timeout=timedelta(minutes=config.distributed.timeout_minutes))
         saves = dist.new_group(backend="gloo", timeout=timedelta(hours=_SAVE_HOURS))
         for line in (*_start_lines(run, resume), *(_restore(run, resume, saves) if resume else ())):
             log.note(line)
@@ -99,8 +105,9 @@ def _finetune(config: RunConfig, resolved: Resolved, folder: RunFolder, stop: St
             log.warn(line)
         agreed(lambda: folder.write_configs(config, resolved, record) if first else None)
         log.begin(folder.path, record, resume.state["log"] if resume and continued else None)
-        progress = resume.progress if resume else Progress()
-        checkpoints = Checkpoints(run, record, folder.checkpoints, saves, log.note)
+        progress = resume.progress if resume else RunState()
+        restored = progress if resume and resume.folder == folder.checkpoints.folder(progress.step) else None
+        checkpoints = Checkpoints(run, record, folder.checkpoints, saves, log.note, restored)
         vote = StopVote(stop, votes, checkpoints.failed)
         figures = _train_and_save(run, progress, folder, log, checkpoints, vote, watchdog)
         for group in (votes, saves):  # not after a failure: other ranks may be inside a collective of theirs
@@ -110,7 +117,7 @@ def _finetune(config: RunConfig, resolved: Resolved, folder: RunFolder, stop: St
 
 def _restore(run: Run, resume: Resume, group: dist.ProcessGroup) -> list[str]:
     """Put the run to its checkpoint; lines about it."""
-    same_random = agreed(lambda: restore_run(run, resume, group))
+    same_random = restore_run(run, resume, group)
     lines = [f"going on from {resume.folder}, after step {resume.progress.step}"]
     if resume.changed:
         lines.append(f"changed since: {'; '.join(resume.changed)}")
@@ -120,28 +127,50 @@ def _restore(run: Run, resume: Resume, group: dist.ProcessGroup) -> list[str]:
 
 
 def _train_and_save(
-    run: Run, progress: Progress, folder: RunFolder, log: RunLogger, checkpoints: Checkpoints, vote: StopVote, watchdog: Watchdog
+    run: Run, progress: RunState, folder: RunFolder, log: RunLogger, checkpoints: Checkpoints, vote: StopVote, watchdog: Watchdog
 ) -> dict[str, Value]:
     """From where `progress` stands to the saved model, or to a checkpoint where a rank is asked to stop."""
     loop = TrainLoop(run, progress, log, checkpoints, vote, watchdog)
 
-    def check() -> None:
-        watchdog.now("evaluating exact match")
+    def check(what: str) -> None:
+        watchdog.now(what)
         vote.check()
 
-    after = None
+    evaluating = functools.partial(check, "evaluating exact match")
     try:
         if progress.step == 0 and progress.exact_match_before is None:
-            progress.exact_match_before = _exact_match(run, 0, log, check)
+            progress.exact_match_before = _exact_match(run, 0, log, evaluating)
         loop.train()
-        after = _exact_match(run, run.steps, log, check)
-        vote.check()
-    except StopAgreed:
-        loop.save()
+        after = _exact_match(run, run.steps, log, evaluating)
+        metrics = _report(run, progress, after, log)
         checkpoints.wait()
+        # Last: what cannot be written must not cost the figures.
+        _save_model(run, folder, functools.partial(check, "saving the model"))
+    except StopAgreed:
         log.end_progress()
+        loop.save()
         log.note(f"stopped by {vote.signal_name()} after step {progress.step} of {run.steps}; go on with: checkpoint.resume=latest")
         return _figures(progress)
+    except TrainingStopped:
+        try:
+            checkpoints.wait()
+        except SaveError as error:
+            log.warn(str(error))
+        raise
+    checkpoints.remove_unasked()
+    log.note(f"run folder: {folder.path} (the model in model/; config.yaml, resolved.json, train.jsonl and validation.jsonl beside it)")
+    log.note(f"load the model with transformers:\n  {load_command(folder.model, run.data.held_out[0].question)}")
+    return metrics
+
+
+def _save_model(run: Run, folder: RunFolder, check: Callable[[], None]) -> None:
+    source = run.config.model.folder
+    with TransferDisplay("saving the model", active=dist.get_rank() == 0) as display:
+        save_hf_folder(run.model, folder.model, run.data.tokenizer, source=source, progress=display.update, check=check)
+
+
+def _report(run: Run, progress: RunState, after: ExactMatch | None, log: RunLogger) -> dict[str, Value]:
+    """Tell how good the model got; the final figures."""
     metrics = _figures(progress)
     if after is not None:
         answer, share = most_frequent_answer_accuracy(run.data.train_answers, run.data.held_out)
@@ -150,19 +179,10 @@ def _train_and_save(
             log.note(line)
         metrics |= {"exact_match_after": after.accuracy, "most_frequent_answer": share}
         metrics |= {} if before is None else {"exact_match_before": before.accuracy}
-    checkpoints.wait()
-    # Last: what cannot be written must not cost the figures.
-    watchdog.now("saving the model")
-    with TransferDisplay("saving the model", active=dist.get_rank() == 0) as display:
-        save_hf_folder(run.model, folder.model, run.data.tokenizer, source=run.config.model.folder, progress=display.update)
-    if run.config.checkpoint.every_steps is None:
-        checkpoints.remove_all()  # one that an interruption left: nobody asked for it beyond the end of the run
-    log.note(f"run folder: {folder.path} (the model in model/; config.yaml, resolved.json, train.jsonl and validation.jsonl beside it)")
-    log.note(f"load the model with transformers:\n  {load_command(folder.model, run.data.held_out[0].question)}")
     return metrics
 
 
-def _figures(progress: Progress) -> dict[str, Value]:
+def _figures(progress: RunState) -> dict[str, Value]:
     return {
         "steps": float(progress.step),
         "loss": progress.loss,

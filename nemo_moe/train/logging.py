@@ -75,7 +75,7 @@ class RunLogger:
             for name in _FILES:
                 path = folder / f"{name}.jsonl"
                 try:
-                    self._files[name] = _open_at(path, position.get(name, 0))
+                    self._files[name] = _open_at(path, position.get(name) if continued else 0)
                 except OSError as error:
                     self._without(path, error)
             self._wandb = WandbRun(self._config.wandb, folder, run_config, self.warn, self.note, run_id=position.get("wandb"))
@@ -156,10 +156,14 @@ class RunLogger:
         self.warn(f"{path} cannot be written ({error.strerror or error}); the run goes on without these records")
 
 
-def _open_at(path: Path, size: int) -> IO[str]:
-    """Open for more lines after the first `size` bytes; what stands behind them is of steps that were not saved."""
+def _open_at(path: Path, size: int | None) -> IO[str]:
+    """Open for more lines after the first `size` bytes; what stands behind them is of steps that were not saved.
+
+    None takes the file as it is: its records had ended when the checkpoint was saved.
+    """
     with path.open("ab") as file:
-        file.truncate(min(size, file.tell()))
+        if size is not None:
+            file.truncate(min(size, file.tell()))
     return path.open("a", buffering=1)
 
 

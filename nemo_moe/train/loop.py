@@ -28,7 +28,7 @@ from nemo_moe.train.assemble import Run
 from nemo_moe.train.checkpoints import Checkpoints
 from nemo_moe.train.logging import RunLogger, Value, peak_memory_gib
 from nemo_moe.train.loss import count_label_tokens, token_loss_sum
-from nemo_moe.train.progress_state import Progress
+from nemo_moe.train.run_state import RunState
 from nemo_moe.train.step import StepResult, train_step
 from nemo_moe.train.stop_vote import StopAgreed, StopVote
 from nemo_moe.train.watchdog import Watchdog
@@ -42,7 +42,7 @@ class TrainLoop:
         progress: kept up to date.
     """
 
-    def __init__(self, run: Run, progress: Progress, log: RunLogger, checkpoints: Checkpoints, vote: StopVote, watchdog: Watchdog) -> None:
+    def __init__(self, run: Run, progress: RunState, log: RunLogger, checkpoints: Checkpoints, vote: StopVote, watchdog: Watchdog) -> None:
         self._run, self._progress, self._log = run, progress, log
         self._checkpoints, self._vote, self._watchdog = checkpoints, vote, watchdog
         self._gates = [layer.gate for layer in run.model.moe_layers()]
@@ -103,7 +103,8 @@ class TrainLoop:
         """What is due where the run stands and has not been done."""
         run, progress = self._run, self._progress
         if self._validation_is_due() and progress.validated_step < progress.step:
-            progress.validated(held_out_loss(run.model, run.validation_loader, run.meshes, self._before_validation_batch))
+            loss = held_out_loss(run.model, run.validation_loader, run.meshes, self._before_validation_batch)
+            progress.validated_step, progress.validation_loss = progress.step, loss
             self._log.validation(progress.step, {"loss": progress.validation_loss})
             self._pace.resume()
         if self._checkpoints.is_due(progress.step):

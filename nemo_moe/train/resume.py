@@ -15,7 +15,8 @@ from typing import Any
 from nemo_moe.checkpoint.step_folders import StepFolders
 from nemo_moe.compose import to_plain
 from nemo_moe.config import RunConfig
-from nemo_moe.train.progress_state import Progress
+from nemo_moe.models.hf_config import HARMLESS_KEYS
+from nemo_moe.train.run_state import RunState
 
 STATE_FILE = "state.json"
 FORMAT = 1
@@ -23,6 +24,7 @@ FORMAT = 1
 _FIXED = ("data.", "seed", "train.global_batch_size", "optimizer.name", "model.family")
 # What says nothing about the run, or is compared as the config that the model comes to.
 _SILENT = ("checkpoint.", "logging.", "output_dir", "model.")
+_LOADER_KEYS = ("epoch", "step", "seed", "global_batch_size", "length_group_batches", "num_samples")
 _MAX_LISTED = 12
 
 
@@ -41,8 +43,8 @@ class Resume:
     changed: list[str]
 
     @property
-    def progress(self) -> Progress:
-        return Progress.from_dict(self.state["progress"])
+    def progress(self) -> RunState:
+        return RunState.from_dict(self.state["progress"])
 
 
 def find_resume(config: RunConfig, folders: StepFolders) -> Resume | None:
@@ -86,23 +88,41 @@ def read_state(folder: Path) -> dict[str, Any]:
         state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if state["format"] != FORMAT:
             raise ValueError(f"{path} has the format {state['format']}, and this version of nemo_moe reads {FORMAT}")
-        Progress.from_dict(state["progress"])
-        for key in ("loader", "config", "model_config"):
-            state[key].items()
-        int(state["ranks"])
+        RunState.from_dict(state["progress"])
+        for key in ("loader", "config", "model_config", "log"):
+            _require_type(key, state[key], dict)
+        for key in _LOADER_KEYS:
+            _require_type(f"loader.{key}", state["loader"][key], int)
+        _require_type("ranks", state["ranks"], int)
+        _require_type("data_digest", state["data_digest"], str)
+        _require_type("config.model.family", state["config"]["model"]["family"], str)
+        state["config"]["checkpoint"]["every_steps"]
     except OSError as error:
         raise ValueError(
             f"{folder} is not a complete checkpoint: {STATE_FILE} cannot be read ({error.strerror or error});"
             " checkpoint.resume is null, auto, latest or the folder of a checkpoint (output_dir/checkpoints/step-...)"
         ) from error
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); resume from another checkpoint") from error
     return state
 
 
+def require_same_state(resume: Resume) -> None:
+    """Raise ValueError where this rank does not see the checkpoint that rank 0 chose."""
+    if read_state(resume.folder) != resume.state:
+        raise ValueError(f"{resume.folder} is another checkpoint here than on rank 0; checkpoints need a folder that all nodes share")
+
+
+def _require_type(key: str, value: object, kind: type) -> None:
+    if type(value) is not kind:
+        raise TypeError(f"{key} is {value!r}")
+
+
 def check_same_run(resume: Resume, model_config: Mapping[str, Any], data_digest: str) -> None:
     """Raise ValueError where the checkpoint's model or data are not this run's, naming the keys that differ."""
-    differing = _differences(resume.state["model_config"], dict(model_config))
+    then = resume.state["model_config"]
+    meaningful = [{key: value for key, value in config.items() if key not in HARMLESS_KEYS} for config in (then, model_config)]
+    differing = _differences(*meaningful)
     if differing:
         raise ValueError(f"{resume.folder} is of another model: {_listed(differing)}; choose the model it was made with")
     if resume.state["data_digest"] != data_digest:

@@ -139,6 +139,9 @@ def agreed(action: Callable[[], T]) -> T:
     For the part of a run that may fail for reasons a user can fix, on one rank only: a folder that only rank 0 writes,
     a tensor that only one rank's experts miss. Without this the other ranks would wait for a collective.
 
+    Args:
+        action: not collective itself: where it fails on one rank, the others would wait inside it.
+
     Raises:
         StartError: `action` raised ValueError, OSError or ImportError on some rank.
     """
@@ -157,3 +160,16 @@ def agreed(action: Callable[[], T]) -> T:
         where = "" if len(failed) == len(messages) else f" (rank {rank})"
         raise StartError(f"{text}{where}") from cause
     return result  # type: ignore[return-value]
+
+
+def decided_by_rank_zero(action: Callable[[], T]) -> T:
+    """The picklable result of `action`, which rank 0 alone runs. Collective.
+
+    For what ranks could see differently, such as which files are there: on a network file system one may still see what
+    another has just replaced.
+
+    Raises StartError on all ranks where it raised ValueError, OSError or ImportError.
+    """
+    result = [agreed(lambda: action() if dist.get_rank() == 0 else None)]
+    dist.broadcast_object_list(result, src=0)
+    return result[0]  # type: ignore[return-value]

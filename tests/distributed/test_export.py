@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -86,7 +87,6 @@ def test_transformers_loads_small_shards_in_bf16(run: Path, tmp_path: Path) -> N
         (["nowhere"], "has no checkpoint: neither state.json nor"),
         (["RUN", "--checkpoint", "3"], "has no checkpoint '3' (there are: latest, best, 2, 4)"),
         (["RUN", "--checkpoint", "newest"], "has no checkpoint 'newest'"),
-        (["RUN", "--max-shard-gb", "0"], "max_shard_bytes must be 1 or more"),
     ],
 )
 def test_what_cannot_be_exported_is_one_message(
@@ -101,3 +101,20 @@ def test_a_folder_that_cannot_be_written_is_one_message(run: Path, tmp_path: Pat
     (tmp_path / "file").write_text("not a folder")
     assert main(["export", str(run), str(tmp_path / "file" / "model")]) == 1
     assert "export: error: saving to" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "inf", "nan", "big"])
+def test_a_shard_size_that_is_none_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], size: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["export", str(run), str(tmp_path / "model"), "--max-shard-gb", size])
+    assert "needs a size in GB above 0" in capsys.readouterr().err
+
+
+def test_links_in_a_checkpoint_are_not_followed(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = tmp_path / "step-00000004"
+    shutil.copytree(run / "checkpoints" / "step-00000004", copy)
+    (tmp_path / "secret").write_text("mine")
+    (copy / "hf" / "tokenizer.json").unlink()
+    (copy / "hf" / "tokenizer.json").symlink_to(tmp_path / "secret")
+    assert main(["export", str(copy), str(tmp_path / "model")]) == 2
+    assert "is a link" in capsys.readouterr().err and not (tmp_path / "model").exists()

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
+from nemo_moe.checkpoint.dcp import write_tensors
+from nemo_moe.checkpoint.dcp_index import CheckpointReadError
+from nemo_moe.checkpoint.step_folders import StepFolders
 from nemo_moe.config import CheckpointConfig, OptimizerConfig, RouterConfig, ScheduleConfig, ValidationConfig, WandbMode
 from nemo_moe.data.chat import Sample
 from nemo_moe.data.loader import StepLoader
@@ -35,10 +42,38 @@ def _finetune(folder: str, ep_size: int, checkpoint: dict[str, Any], settings: d
         "micro_batch_size": 2,
         **settings,
     }
+    log_every, fault = options.pop("log_every", 1), options.pop("fault", None)
+    config = tiny_config(folder, ep_size=ep_size, checkpoint=CheckpointConfig(**checkpoint), **options)
+    config.logging.every_steps = log_every
     try:
-        return finetune(tiny_config(folder, ep_size=ep_size, checkpoint=CheckpointConfig(**checkpoint), **options))
+        with FAULTS[fault]() if fault else contextlib.nullcontext():
+            return finetune(config)
     except StartError as error:
         return str(error)
+
+
+def _slow_writes() -> Any:
+    """Files are written half a second late: several steps of training later."""
+
+    def late(*arguments: Any) -> None:
+        time.sleep(0.5)
+        write_tensors(*arguments)
+
+    return mock.patch("nemo_moe.train.checkpoints.write_tensors", late)
+
+
+def _stale_folder() -> Any:
+    """Rank 1 still sees what was there before."""
+    return mock.patch("nemo_moe.train.resume.read_state", return_value={}) if dist.get_rank() == 1 else contextlib.nullcontext()
+
+
+def _unreadable_index() -> Any:
+    """Rank 1 cannot read one of the files."""
+    failing = mock.patch("nemo_moe.checkpoint.training_state.read_index", side_effect=CheckpointReadError("the disk is gone"))
+    return failing if dist.get_rank() == 1 else contextlib.nullcontext()
+
+
+FAULTS = {"slow writes": _slow_writes, "stale folder": _stale_folder, "unreadable index": _unreadable_index}
 
 
 def run(folder: Path, ranks: int, ep_size: int = 1, settings: dict[str, Any] | None = None, **checkpoint: Any) -> Any:
@@ -93,7 +128,7 @@ def test_other_ranks_go_on_with_the_same_losses(tmp_path: Path, ranks: int, ep_s
 
 def test_a_save_in_the_background_is_what_a_plain_one_is(whole: Path, tmp_path: Path) -> None:
     """case B46: what is saved is the step's state, not a later one; the last one is awaited, and latest points at it."""
-    run(tmp_path, 2, 2, every_steps=3, keep_last=9, async_save=True)
+    run(tmp_path, 2, 2, {"fault": "slow writes"}, every_steps=3, keep_last=9, async_save=True)
     folder = tmp_path / "checkpoints"
     assert (folder / "latest").read_text().strip() == f"step-{STEPS:08d}"
     assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == [f"step-{step:08d}" for step in (3, 6, 9, STEPS)]
@@ -116,6 +151,26 @@ def test_the_same_folder_goes_on_with_its_records(whole: Path, tmp_path: Path) -
     assert steps[0] == list(range(7)) and steps[1] == list(range(7, 11))
 
 
+def test_records_keep_their_spacing_and_validation_its_steps(tmp_path: Path) -> None:
+    """case B49: a record every 3 steps, a checkpoint between two of them."""
+    run(tmp_path / "whole", 1, 1, {"log_every": 3}, every_steps=4, keep_last=9)
+    run(tmp_path / "on", 1, 1, {"log_every": 3}, resume=checkpoint(tmp_path / "whole", 4))
+    steps = {name: [record["step"] for record in records(tmp_path / name)] for name in ("whole", "on")}
+    assert steps == {"whole": [3, 6, 9, 10], "on": [6, 9, 10]}
+    assert [record["step"] for record in records(tmp_path / "on", "validation")] == [8, 10, 10]
+
+
+@pytest.mark.parametrize(("fault", "message"), [("stale folder", "is another checkpoint here"), ("unreadable index", "the disk is gone")])
+def test_what_one_rank_alone_finds_wrong_ends_all_with_that_cause(whole: Path, tmp_path: Path, fault: str, message: str) -> None:
+    assert f"{message}" in (found := run(tmp_path, 2, 2, {"fault": fault}, resume=checkpoint(whole, 4))) and "(rank 1)" in found
+
+
+def test_checkpoints_that_were_asked_for_outlive_a_run_that_asks_for_none(tmp_path: Path) -> None:
+    run(tmp_path, 1, 1, {"max_steps": 4}, every_steps=4)
+    run(tmp_path, 1, 1, {"max_steps": 6}, resume="latest")
+    assert list(StepFolders(tmp_path / "checkpoints").steps()) == [4]
+
+
 def test_the_best_is_kept(tmp_path: Path) -> None:
     settings = {"optimizer": OptimizerConfig(lr=0.2), "schedule": ScheduleConfig(), "validation": ValidationConfig(every_steps=3)}
     run(tmp_path, 1, 1, settings, every_steps=2, keep_last=1, keep_best=True)
@@ -123,9 +178,7 @@ def test_the_best_is_kept(tmp_path: Path) -> None:
     assert sorted(losses) == [2, 3, 4, 6, 8, 9, 10]
     saved = {step: losses[step] for step in (2, 4, 6, 8, 10)}
     best = (tmp_path / "checkpoints" / "best").read_text().strip()
-    # The best among those that were saved when they were the best so far.
-    so_far = [step for step in saved if all(losses[step] < losses[other] for other in losses if other < step)]
-    assert best == f"step-{so_far[-1]:08d}"
+    assert best == f"step-{min(saved, key=lambda step: saved[step]):08d}"
     kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_dir())
     assert kept == sorted({best, "step-00000010"})
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_moe.checkpoint.dcp import write_tensors
-from nemo_moe.checkpoint.training_state import restore, training_boxes
+from nemo_moe.checkpoint.training_state import Restore, training_boxes
 from nemo_moe.config import DistributedConfig, OptimizerConfig, RouterConfig
 from nemo_moe.resolve import resolve
 from nemo_moe.testing.run_distributed import run_distributed
@@ -60,13 +60,19 @@ def _save(folder: str, mesh: str, steps: int, more: int) -> tuple[dict[str, Tens
     return _whole(run), _train(run, more, steps)
 
 
+def _restore(run: Run, folder: str, ranks_then: int, group: dist.ProcessGroup) -> bool:
+    restore = Restore(run.model, run.optimizer, Path(folder), dist.get_rank(), ranks_then, dist.get_world_size())
+    restore.read(group)
+    return restore.same_random
+
+
 def _load(folder: str, mesh: str, ranks_then: int, steps: int, more: int, into: str) -> tuple[dict[str, Tensor], list[float], bool]:
     run = _assembled(mesh)
     for parameter in run.model.parameters():
         torch.nn.init.constant_(parameter, float("nan"))
     group = dist.new_group(backend="gloo")
     rank = dist.get_rank()
-    same_random = restore(run.model, run.optimizer, Path(folder), rank=rank, ranks_then=ranks_then, group=group)
+    same_random = _restore(run, folder, ranks_then, group)
     run.loader.step = steps
     if into:
         write_tensors(training_boxes(run.model, run.optimizer, rank), Path(into), group)
@@ -109,7 +115,7 @@ def _constants(folder: str, mesh: str, save: bool) -> list[list[float]]:
     if save:
         write_tensors(training_boxes(run.model, run.optimizer, dist.get_rank()), Path(folder), group)
     else:
-        restore(run.model, run.optimizer, Path(folder), rank=dist.get_rank(), ranks_then=2, group=group)
+        _restore(run, folder, 2, group)
     return [[float(value) for value in full.flatten(1)[:, [0, -1]].flatten()] for name, full in _whole(run).items() if ".experts." in name]
 
 
@@ -128,13 +134,13 @@ def _no_grad(what: str, folder: str, mesh: str) -> list[list[float]]:
 
 
 def _partly_stateful(folder: str, load: bool) -> tuple[set[str], list[float]]:
-    """A frozen router, and an embedding that never got a gradient: neither has optimizer state."""
+    """A frozen router: it has no optimizer state."""
     run = _assembled("2ep2")
     for layer in run.model.moe_layers():
         layer.gate.weight.requires_grad_(False)
     group = dist.new_group(backend="gloo")
     if load:
-        restore(run.model, run.optimizer, Path(folder), rank=dist.get_rank(), ranks_then=2, group=group)
+        _restore(run, folder, 2, group)
         run.loader.step = 1
     else:
         _train(run, 1)
@@ -153,7 +159,7 @@ def _misfit(folder: str, model: dict[str, Any], sgd: bool) -> str:
     run = _assembled("2ep2", OptimizerConfig(name="sgd", momentum=0.9) if sgd else None, **model)
     group = dist.new_group(backend="gloo")
     try:
-        restore(run.model, run.optimizer, Path(folder), rank=dist.get_rank(), ranks_then=2, group=group)
+        _restore(run, folder, 2, group)
     except ValueError as error:
         return str(error)
     return ""

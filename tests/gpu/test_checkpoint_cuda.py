@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_moe.checkpoint.dcp import read_index, read_tensors, stored_tensors
+from nemo_moe.checkpoint.dcp import read_tensors
+from nemo_moe.checkpoint.dcp_index import read_index, stored_tensors
 from nemo_moe.checkpoint.shards import LocalShard
 from nemo_moe.config import CheckpointConfig, Device, OptimizerConfig, Precision
 from nemo_moe.testing.run_distributed import run_distributed

@@ -287,7 +287,6 @@ def test_memory_is_flat_over_200_steps(name: str) -> None:
 
 def _uneven(name: str) -> None:
     _register(name)
-    _, layer = _layer(name, torch.bfloat16)
     moved = MoEFlexTokenDispatcher(BackendConfig(dispatcher=name), NUM_EXPERTS, dist.group.WORLD)
     for first, second in ((128, 512), (640, 512), (64, 512), (5, 5), (6, 6), (7, 9), (0, 1), (0, 0)):
         batch = _batch((first, second)[dist.get_rank()], torch.bfloat16, first)

@@ -1,4 +1,4 @@
-"""Dispatchers and experts on CUDA: the conformance suite over NCCL, and each experts backend against fp32 truth."""
+"""Dispatchers on CUDA: the conformance suite over NCCL for every pair, and what must not wait for the device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from nemo_moe.config import BackendConfig, MoEConfig
-from nemo_moe.moe.experts.base import build_experts
 from nemo_moe.moe.layer import MoE
 from nemo_moe.moe.permute import reference_sum_slots, sum_slots
 from nemo_moe.registry import DISPATCHERS, EXPERTS
@@ -21,6 +20,17 @@ from nemo_moe.testing.tolerances import relative_difference
 
 BF16 = 1.5e-2
 BY_NAME = {case.name: case for case in CASES}
+
+
+def need(dispatcher: str, experts: str, precision: str) -> None:
+    """Skip what this machine, or the pair, cannot do."""
+    for registry, name in ((DISPATCHERS, dispatcher), (EXPERTS, experts)):
+        if precision not in registry.get(name).precisions:
+            pytest.skip(f"{name} does not compute in {precision}")
+        try:
+            registry.load(name).check_available()
+        except ImportError as error:
+            pytest.skip(str(error))
 
 
 def _check(name: str, dispatcher: str, experts: str, dtype: torch.dtype, recompute: bool) -> None:
@@ -44,48 +54,16 @@ def _check(name: str, dispatcher: str, experts: str, dtype: torch.dtype, recompu
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_pair_equals_the_reference_over_nccl(case: Case, dispatcher: str, experts: str) -> None:
     """case B05 among others: three steps over poisoned memory, so rows that nobody wrote would show."""
+    need(dispatcher, experts, "bf16")
     run_distributed(_check, 2, case.name, dispatcher, experts, torch.bfloat16, False, backend="nccl")
 
 
 @pytest.mark.gpu2
 @pytest.mark.parametrize("dispatcher", sorted(DISPATCHERS))
 def test_fp32_and_recomputation_over_nccl(dispatcher: str) -> None:
+    need(dispatcher, "loop", "fp32")
     for name in ("random", "uneven", "dropped_slots"):
         run_distributed(_check, 2, name, dispatcher, "loop", torch.float32, True, backend="nccl")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", sorted(EXPERTS))
-@pytest.mark.parametrize("counts", [[64, 1, 0, 200], [0, 0, 0, 0], [0, 5, 0, 3]])
-def test_experts_stay_within_twice_the_error_of_bf16_torch(name: str, counts: list[int]) -> None:
-    """case B03: empty experts get gradients of exact zeros, over memory that huge values were in."""
-    torch.manual_seed(0)
-    device, rows = torch.device("cuda"), sum(counts)
-    hidden_states = torch.randn(rows, 256, device=device)
-    weights = torch.rand(rows, device=device)
-    upstream = torch.randn(rows, 256, device=device)
-    results = {}
-    for key, backend, dtype in (("truth", "loop", torch.float32), ("bf16", "loop", torch.bfloat16), ("tested", name, torch.bfloat16)):
-        torch.manual_seed(1)
-        experts = build_experts(backend, 4, 256, 128).to(device, dtype)
-        sizes = (rows * 256, rows * 128, 4 * 256 * 256, 4 * 256 * 128)  # dirties blocks of the sizes that follow
-        huge = [torch.full((max(1, size),), 1e30, device=device, dtype=dtype) for size in sizes for _ in range(3)]
-        del huge
-        leaf = hidden_states.detach().clone().to(dtype).requires_grad_()
-        output = experts.compute(leaf, weights, torch.tensor(counts, dtype=torch.int32, device=device))
-        output.backward(upstream.to(dtype))
-        gradients = [parameter.grad for parameter in experts.parameters()]
-        assert all(gradient is not None for gradient in gradients)
-        empty = torch.tensor(counts) == 0
-        for gradient in gradients:
-            assert gradient is not None
-            assert not gradient[empty.to(device)].any(), f"{name}: an empty expert's gradient is not exactly zero"
-        results[key] = [output, leaf.grad, *gradients]
-    for truth, bf16, tested in zip(results["truth"], results["bf16"], results["tested"], strict=True):
-        assert truth is not None
-        assert bf16 is not None
-        assert tested is not None
-        assert relative_difference(tested.float(), truth) <= 2 * relative_difference(bf16.float(), truth) + 1e-6
 
 
 @pytest.mark.gpu

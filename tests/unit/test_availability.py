@@ -204,15 +204,8 @@ def local_kernel(folder: Path) -> None:
     build = folder / "build" / "torch-cpu"
     build.mkdir(parents=True)
     (build / "__init__.py").write_text("class EPBuffer:\n    pass\n", encoding="utf-8")
-    metadata = {
-        "id": "_deep_ep_test_local",
-        "name": "deep-ep",
-        "version": 1,
-        "license": "MIT",
-        "python-depends": [],
-        "backend": {"type": "cpu"},
-    }
-    (build / "metadata.json").write_text(json.dumps(metadata), encoding="utf-8")
+    metadata = {"id": "_deep_ep_test_local", "name": "deep-ep", "version": 1, "license": "MIT", "python-depends": []}
+    (build / "metadata.json").write_text(json.dumps({**metadata, "backend": {"type": "cpu"}}), encoding="utf-8")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("kernels") is None, reason="needs the package kernels")

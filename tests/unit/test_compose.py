@@ -452,3 +452,12 @@ def test_aliases_that_come_to_billions_of_values_are_refused_at_once(tmp_path: P
     assert "aliases (*name) written out" in message(write(tmp_path, bomb if aliases > 1 else endless))
     assert time.monotonic() - begun < 5
     assert load_recipe(write(tmp_path, "train: {max_steps: &n 3, num_epochs: *n}\n")).train.num_epochs == 3
+
+
+@pytest.mark.parametrize(
+    "override", ["checkpoint.format=torch_save", "checkpoint.save_consolidated=true", "checkpoint.model_save_format=safetensors"]
+)
+def test_a_save_option_that_does_not_exist_is_refused_at_the_start(override: str) -> None:
+    """case B41: there is one format of checkpoints and one of models; nothing about it is accepted and ignored."""
+    with pytest.raises(ConfigError, match="unknown key"):
+        load_recipe("demo", [override])

@@ -197,8 +197,7 @@ class V1Adapter(Adapter):
             worst = 0
             _remember_most(buffer, tokens.shape[0])
         ids = topk_idx.to(self.topk_dtype)
-        layout = buffer.library.get_dispatch_layout(ids, self.num_experts, **self._stream_arguments(self._mark()))
-        per_rank, per_node, per_expert, in_rank, laid_out = layout
+        per_rank, per_node, per_expert, in_rank, _ = buffer.library.get_dispatch_layout(ids, self.num_experts)
         received, recv_idx, recv_weights, counts, handle, event = buffer.library.dispatch(
             tokens,
             num_tokens_per_rank=per_rank,
@@ -209,7 +208,7 @@ class V1Adapter(Adapter):
             topk_weights=topk_weights,
             num_worst_tokens=worst,
             config=self.dispatch_config,
-            **self._stream_arguments(laid_out),
+            **self._stream_arguments(),
         )
         self._wait(event)
         with record_function("moe/permute"):
@@ -223,7 +222,7 @@ class V1Adapter(Adapter):
     def redispatch(self, tokens: Tensor, route: Route) -> Tensor:
         assert isinstance(route, _V1Route)
         received, _, _, _, _, event = route.buffer.library.dispatch(
-            tokens, handle=route.library_handle, config=self.dispatch_config, **self._stream_arguments(self._mark())
+            tokens, handle=route.library_handle, config=self.dispatch_config, **self._stream_arguments()
         )
         self._wait(event)
         with record_function("moe/permute"):
@@ -239,7 +238,7 @@ class V1Adapter(Adapter):
                 by_slot = row_weights.new_zeros(route.slot_rows.numel()).index_copy_(0, route.slot_order, row_weights)
                 weights = torch.where(route.slot_rows < 0, 0.0, by_slot.view(route.slot_rows.shape))
         total, total_weights, event = route.buffer.library.combine(
-            partial_sums, route.library_handle, topk_weights=weights, config=self.combine_config, **self._stream_arguments(self._mark())
+            partial_sums, route.library_handle, topk_weights=weights, config=self.combine_config, **self._stream_arguments()
         )
         self._wait(event)
         return total, total_weights
@@ -250,15 +249,11 @@ class V1Adapter(Adapter):
             torch.cuda.synchronize()  # its copy to the host; before a capture torch.cuda.graph does it
         return 0 if most is None else int(most)
 
-    def _mark(self) -> Any:
-        """Where this stream stands now, for the library's stream to wait for."""
-        return self.library.Buffer.capture() if self.async_dispatch else None
-
-    def _stream_arguments(self, previous_event: Any) -> dict[str, Any]:
+    def _stream_arguments(self) -> dict[str, Any]:
         """All three or none: results are allocated on the library's stream only where it works behind a marked point."""
         if not self.async_dispatch:
             return {}
-        return {"previous_event": previous_event, "async_finish": True, "allocate_on_comm_stream": True}
+        return {"previous_event": self.library.Buffer.capture(), "async_finish": True, "allocate_on_comm_stream": True}
 
     def _wait(self, event: Any) -> None:
         if self.async_dispatch:

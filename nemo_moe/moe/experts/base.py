@@ -38,6 +38,10 @@ class Experts(nn.Module, ABC):
         nn.init.normal_(self.gate_up_proj, std=0.02)
         nn.init.normal_(self.down_proj, std=0.02)
 
+    @classmethod
+    def check_available(cls) -> None:
+        """Raise ImportError or ValueError naming what this machine lacks and the fix; return where nothing is missing."""
+
     def keep_local(self, ep_rank: int, ep_size: int) -> None:
         """Drop all experts but [ep_rank * L, (ep_rank + 1) * L), L = E / ep_size. Call it once, before FSDP."""
         assert self.num_local_experts == self.num_experts, "experts are sharded already"

@@ -59,8 +59,8 @@ def gmm_of(library: ModuleType) -> Callable[..., Tensor]:
     found = getattr(getattr(library, "ops", None), "gmm", None)
     if found is None:
         raise ImportError(
-            f"gmm: the installed module {library.__name__} has no ops.gmm, so it is neither of the packages grouped_gemm and nv-grouped-gemm;"
-            " uninstall it, and: pip install 'nemo_moe[gmm]'"
+            f"gmm: the installed module {library.__name__} has no ops.gmm, so it is neither of the packages grouped_gemm and"
+            " nv-grouped-gemm; uninstall it, and: pip install 'nemo_moe[gmm]'"
         )
     gmm: Callable[..., Tensor] = found
     return gmm

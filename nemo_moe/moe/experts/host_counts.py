@@ -62,7 +62,7 @@ def zero_gradient_of_idle(weights: Tensor, counts: list[int]) -> Tensor:
     idle = [expert for expert, count in enumerate(counts) if count == 0]
     if not idle:
         return weights
-    same: Tensor = _ZeroGradientOf.apply(weights, idle)  # type: ignore[no-untyped-call]
+    same: Tensor = _ZeroGradientOf.apply(weights, idle)
     return same
 
 
@@ -73,7 +73,7 @@ class _ZeroGradientOf(torch.autograd.Function):
         return weights.view_as(weights)
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc, untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         # In place: the gradient was just made by the library's backward, and nobody else holds it.
         for expert in ctx.idle:

@@ -35,9 +35,12 @@ class TEExperts(HostCountExperts):
 
     def __init__(self, num_experts: int, hidden_size: int, moe_intermediate_size: int) -> None:
         super().__init__(num_experts, hidden_size, moe_intermediate_size)
-        self._te = self.library()
+        self.check_available()
         # By [out, in], built on first use: only then are L, the dtype and the device final. In a dict, nn.Module does not see them.
         self._linears: dict[tuple[object, ...], nn.Module] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_linears": {}}  # a copy builds its own
 
     @classmethod
     def library(cls) -> ModuleType:
@@ -66,7 +69,9 @@ class TEExperts(HostCountExperts):
         key = (num_experts, *weight.shape, weight.dtype, weight.device)
         if key not in self._linears:
             out_features, in_features = weight.shape
-            linear = self._te.GroupedLinear(num_experts, in_features, out_features, bias=False, params_dtype=weight.dtype, device="meta")
+            linear = self.library().GroupedLinear(
+                num_experts, in_features, out_features, bias=False, params_dtype=weight.dtype, device="meta"
+            )
             for expert in range(num_experts):  # placeholders of no elements, but passed to the kernels
                 if isinstance(getattr(linear, f"bias{expert}", None), Tensor):
                     setattr(linear, f"bias{expert}", weight.new_empty(0))
@@ -78,7 +83,7 @@ def views_of(weights: Tensor) -> tuple[Tensor, ...]:
     """weights [L, ...] as L views, whose gradients become one [L, ...] tensor: without a copy where they lie side by side."""
     if not weights.requires_grad:
         return weights.unbind()
-    views: tuple[Tensor, ...] = _Views.apply(weights)  # type: ignore[no-untyped-call]
+    views: tuple[Tensor, ...] = _Views.apply(weights)
     return views
 
 
@@ -90,7 +95,7 @@ class _Views(torch.autograd.Function):
         return weights.unbind()
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc, untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         first, size = gradients[0], gradients[0].numel()
         side_by_side = all(

@@ -161,7 +161,7 @@ class ElasticCore:
         outputs += [recv_idx, recv_weights]
         if call.handle is None:
             if call.stats is not None:
-                call.stats += handle.num_unaligned_recv_tokens_per_expert
+                call.stats.add_(handle.num_unaligned_recv_tokens_per_expert)
             outputs += [handle.psum_num_recv_tokens_per_scaleup_rank, handle.psum_num_recv_tokens_per_expert]
             outputs += [handle.num_unaligned_recv_tokens_per_expert]
         return recv_x, recv_idx, recv_weights, handle, finish(outputs, call.asynchronous)

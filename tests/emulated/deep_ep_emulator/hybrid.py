@@ -151,7 +151,7 @@ class HybridEPBuffer2609(HybridEPBuffer2607):
     def handle_size(self, fused: bool) -> int:
         return 12
 
-    def dispatch_with_permute(  # type: ignore[override]
+    def dispatch_with_permute(
         self,
         *,
         hidden: Tensor,

@@ -123,7 +123,7 @@ class HybridCore:
             handle = self._make_handle(call, ranks, config)
         else:
             handle = call.handle
-        meta, counts, config, flag = self._read_handle(handle)
+        meta, counts, config = self._read_handle(handle)
         firsts = torch.tensor([0, *lengths]).cumsum(0)
         index = torch.where(meta[:, 0] >= 0, firsts[meta[:, 0].clamp(min=0)] + meta[:, 1], -1)
         gaps = None if config.fuse else meta[:, 0] == _GAP
@@ -159,7 +159,7 @@ class HybridCore:
         else:
             require(call.topk_idx is None and call.routing_map is None, "hybrid.cached_no_routing", "a routing beside a handle")
             self._check_handle(handle, call.pad_multiple, call.fuse)
-            meta, _, config, _ = self._read_handle(handle)
+            meta, _, config = self._read_handle(handle)
             require(
                 call.num_permuted_tokens == meta.shape[0], "hybrid.cached_rows", f"{call.num_permuted_tokens}, made with {meta.shape[0]}"
             )
@@ -241,10 +241,10 @@ class HybridCore:
     def _tokens_at(handle: tuple[Any, ...]) -> int:
         return 6 if len(handle) == 9 else 8
 
-    def _read_handle(self, handle: tuple[Any, ...]) -> tuple[Tensor, Tensor, HybridEpConfigInstance, Tensor]:
+    def _read_handle(self, handle: tuple[Any, ...]) -> tuple[Tensor, Tensor, HybridEpConfigInstance]:
         if len(handle) == 9:
-            return handle[5].long(), handle[0], handle[7], handle[8]
-        return handle[6].long(), handle[7], handle[9], handle[-1]
+            return handle[5].long(), handle[0], handle[7]
+        return handle[6].long(), handle[7], handle[9]
 
     def _check_handle(self, handle: tuple[Any, ...], pad_multiple: int | None, fuse: bool) -> None:
         config = handle[7] if len(handle) == 9 else handle[9] if len(handle) in (11, 12) else None
@@ -262,7 +262,7 @@ class HybridCore:
     ) -> tuple[Tensor, Tensor | None]:
         def prepare() -> tuple[dict[str, Any], dict[str, Any]]:
             self._check_handle(handle, pad_multiple, fuse)
-            meta, _, config, _ = self._read_handle(handle)
+            meta, _, config = self._read_handle(handle)
             right = hidden.dim() == 2 and hidden.is_contiguous()
             require(right, "hybrid.hidden_contiguous", f"{tuple(hidden.shape)}, strides {hidden.stride()}")
             require(hidden.dtype == BF16, "hybrid.combine_dtype", hidden.dtype)
@@ -277,7 +277,7 @@ class HybridCore:
             return agreed, {"hidden": hidden.detach(), "meta": meta, "probs": None if probs is None else probs.detach()}
 
         ranks = exchange(self.group, "HybridEPBuffer.combine_with_unpermute", prepare)
-        _, _, config, _ = self._read_handle(handle)
+        config = self._read_handle(handle)[2]
         num_tokens = handle[self._tokens_at(handle)]
         total = torch.zeros(num_tokens, hidden.shape[1])
         dense = None if probs is None else torch.zeros(num_tokens, config.num_local_experts * self.group_size)

@@ -7,6 +7,7 @@ group stays usable for the next test. R ranks, T tokens of a rank, H hidden size
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -58,8 +59,12 @@ def exchange(group: dist.ProcessGroup, call: str, prepare: Callable[[], tuple[di
         agreed, payload = prepare()
     except Exception as error:  # anything: the other ranks are waiting
         problem = error
-    entries: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(entries, (call, problem and f"{type(problem).__name__}: {problem}", agreed, payload), group=group)
+    # torch.save, because pickle alone can not carry fp8.
+    packed = io.BytesIO()
+    torch.save((call, problem and f"{type(problem).__name__}: {problem}", agreed, payload), packed)
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, packed.getvalue(), group=group)
+    entries = [torch.load(io.BytesIO(data), weights_only=False) for data in gathered]
     if problem is not None:
         raise problem
     calls = [entry[0] for entry in entries]
@@ -82,7 +87,9 @@ def check_deterministic_fill() -> None:
 
 def split_rows(x: Tensor | Sequence[Tensor], generation: str) -> tuple[Tensor, Tensor | None]:
     """The payload of a dispatch, checked: bf16 [T, H], or (float8_e4m3fn [T, H], scales [T, H / 128] or [T])."""
-    data, scales = (x[0], x[1]) if isinstance(x, (tuple, list)) else (x, None)
+    data: Tensor
+    scales: Tensor | None
+    data, scales = (x, None) if isinstance(x, Tensor) else (x[0], x[1])
     require(data.dim() == 2 and data.is_contiguous(), f"{generation}.x_contiguous", f"{tuple(data.shape)}, strides {data.stride()}")
     require(
         data.dtype == (BF16 if scales is None else FP8),

@@ -64,7 +64,7 @@ class LowLatency:
     ) -> tuple[Any, Tensor, tuple[Any, ...], EventOverlap, Callable[[], None] | None]:
         limit = num_max_dispatch_tokens_per_rank
 
-        def prepare() -> tuple[dict[str, Any], dict[str, Any]]:
+        def prepare() -> tuple[dict[str, Any], tuple[Tensor, Tensor]]:
             if round_scale or use_ue8m0:
                 raise NotEmulated("round_scale and use_ue8m0")
             self._check_mode(limit, x.shape[1], num_experts)
@@ -114,7 +114,7 @@ class LowLatency:
     ) -> tuple[Tensor, EventOverlap, Callable[[], None] | None]:
         source, limit, hidden, num_experts, num_tokens = handle
 
-        def prepare() -> tuple[dict[str, Any], dict[str, Any]]:
+        def prepare() -> tuple[dict[str, Any], tuple[Tensor, Tensor]]:
             if use_logfmt or zero_copy:
                 raise NotEmulated("use_logfmt and zero_copy")
             self._check_mode(limit, hidden, num_experts)

@@ -12,7 +12,7 @@ from nemo_moe.bench.pairs import choose_pairs
 from nemo_moe.bench.step import load_step_recipe
 from nemo_moe.cli.main import main
 from nemo_moe.config import BackendConfig, Device
-from nemo_moe.registry import DISPATCHERS, DispatcherSpec
+from nemo_moe.registry import DISPATCHERS, EXPERTS, DispatcherSpec
 
 RECIPE = """\
 model:
@@ -42,11 +42,14 @@ def with_sms() -> Iterator[None]:
     DISPATCHERS.unregister("with_sms")
 
 
-def legal(_: BackendConfig) -> None:
-    return
+def legal(backend: BackendConfig) -> None:
+    """Every pair of what runs without a GPU."""
+    if "cpu" not in EXPERTS.get(backend.experts).devices:
+        raise ImportError("no CUDA device here")
 
 
 def refuse_grouped_mm(backend: BackendConfig) -> None:
+    legal(backend)
     if backend.experts == "grouped_mm":
         raise ImportError("no grouped_mm here")
 
@@ -54,7 +57,10 @@ def refuse_grouped_mm(backend: BackendConfig) -> None:
 def test_all_that_can_run_is_timed_and_the_rest_is_named_with_the_reason() -> None:
     pairs = choose_pairs(["all_to_all", "all_reduce"], None, 2, refuse_grouped_mm)
     assert list(pairs.backends) == ["all_to_all + loop", "all_reduce + loop"]
-    assert pairs.left_out == ["not timed: all_to_all + grouped_mm, all_reduce + grouped_mm: no grouped_mm here"]
+    assert pairs.left_out == [
+        "not timed: all_to_all + grouped_mm, all_reduce + grouped_mm: no grouped_mm here",
+        "not timed: all_to_all + gmm, all_to_all + te, all_reduce + gmm, all_reduce + te: no CUDA device here",
+    ]
 
 
 @pytest.mark.parametrize("dispatchers", [None, ["all_to_all"]])

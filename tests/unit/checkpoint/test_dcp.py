@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from nemo_moe.checkpoint.dcp import INDEX_FILE, CheckpointReadError, StoredTensor, read_index, read_tensors, stored_tensors, write_tensors
+from nemo_moe.checkpoint.dcp import read_tensors, write_tensors
+from nemo_moe.checkpoint.dcp_index import INDEX_FILE, CheckpointReadError, StoredTensor, read_index, stored_tensors
 from nemo_moe.checkpoint.shards import LocalShard
 
 
@@ -114,15 +115,30 @@ def _emptied(index: Any) -> None:
     index.storage_data = None
 
 
+def _hollow(index: Any) -> None:
+    index.state_dict_metadata["matrix"].chunks = []  # its memory would stay uninitialised
+
+
+def _no_properties(index: Any) -> None:
+    index.state_dict_metadata["matrix"].properties = None
+
+
+def _grown(index: Any) -> None:
+    index.state_dict_metadata["matrix"].size = torch.Size([60, 3])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (_outside, r"'\.\./secret\.distcp', which is none of a checkpoint's"),
         (_pickled, "names .*BytesStorageMetadata, which no index does"),
         (_no_entry, "matrix is no tensor"),
-        (_negative, "none of a checkpoint's"),
+        (_negative, "-5 is no number of elements or bytes"),
         (_lost, "a part of half is in no file"),
         (_emptied, "is not the index of a checkpoint"),
+        (_hollow, "the parts of matrix do not make up the whole of it"),
+        (_no_properties, "is not the index of a checkpoint"),
+        (_grown, "the parts of matrix do not make up the whole of it"),
     ],
 )
 def test_an_index_that_lies_is_refused(folder: Path, change: Callable[[Any], None], message: str) -> None:
@@ -155,3 +171,10 @@ def test_a_damaged_tensor_is_an_error_that_names_the_folder(folder: Path) -> Non
     read = [dataclasses.replace(box, tensor=torch.zeros_like(box.tensor)) for box in boxes()]
     with pytest.raises(CheckpointReadError, match=str(folder)):
         read_tensors(read, index, folder, None)
+
+
+def test_an_index_cannot_change_a_class_of_the_process(folder: Path) -> None:
+    (folder / INDEX_FILE).write_bytes(b"cpathlib\nPosixPath\n(N}S'is_file'\nctorch\nSize\nstb.")
+    with pytest.raises(CheckpointReadError):
+        read_index(folder)
+    assert folder.is_dir() and not (folder / "nothing").is_file()

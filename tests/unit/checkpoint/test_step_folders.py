@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,13 +62,46 @@ def test_without_a_pointer_the_newest_whole_folder_is_the_latest(tmp_path: Path)
     assert folders.latest() == folders.folder(20)
 
 
-def test_remove_all_leaves_what_is_not_ours(tmp_path: Path) -> None:
+def test_removing_the_last_one_leaves_what_is_not_ours(tmp_path: Path) -> None:
     folders = StepFolders(tmp_path / "checkpoints")
     save(folders, 10, is_best=True)
+    save(folders, 20)
+    folders.remove(10)
+    assert list(folders.steps()) == [20]
     (folders.root / "notes.txt").write_text("mine")
-    folders.remove_all()
+    folders.remove(20)
     assert [path.name for path in folders.root.iterdir()] == ["notes.txt"]
     (folders.root / "notes.txt").unlink()
     save(folders, 10)
-    folders.remove_all()
+    folders.remove(10)
     assert not folders.root.exists()
+
+
+_DIE = """
+import os, sys
+from pathlib import Path
+from nemo_moe.checkpoint.step_folders import StepFolders
+folders, place, count = StepFolders(Path(sys.argv[1])), int(sys.argv[2]), 0
+(folders.begin(10) / "data").write_text("new")
+def die_at(event, arguments):
+    global count
+    if event in ("os.rename", "os.remove", "os.rmdir", "shutil.rmtree"):
+        count += 1
+        if count == place:
+            os._exit(9)
+sys.addaudithook(die_at)
+folders.publish(10, is_best=False, keep_last=1)
+"""
+
+
+@pytest.mark.parametrize("place", range(1, 9))
+def test_dying_anywhere_while_a_step_is_replaced_leaves_a_whole_latest(tmp_path: Path, place: int) -> None:
+    """case B50: a process that ends before the n-th change of the file system; keep_last=1, and the same step again."""
+    folders = StepFolders(tmp_path)
+    save(folders, 10, keep_last=1)
+    done = subprocess.run([sys.executable, "-c", _DIE, str(tmp_path), str(place)], check=False)
+    assert done.returncode == (9 if place <= 6 else 0), done.returncode
+    folders.recover()
+    latest = folders.latest()
+    assert latest == folders.folder(10) and (latest / "data").read_text() in ("10", "new")
+    assert not list(tmp_path.glob(".step-*"))

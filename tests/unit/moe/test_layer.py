@@ -14,6 +14,7 @@ from nemo_moe.moe.metrics import expert_load_metrics
 from nemo_moe.registry import EXPERTS
 from nemo_moe.testing.tolerances import assert_close_relative
 
+ON_CPU = sorted(name for name in EXPERTS if "cpu" in EXPERTS.get(name).devices)
 SIZES = {"num_experts": 4, "num_experts_per_tok": 2, "hidden_size": 16, "moe_intermediate_size": 8}
 
 
@@ -34,7 +35,7 @@ def one_expert(experts: Experts, expert: int, token: torch.Tensor) -> torch.Tens
     return (experts.down_proj[expert] @ (F.silu(gate) * up)).detach()
 
 
-@pytest.mark.parametrize("name", sorted(EXPERTS))
+@pytest.mark.parametrize("name", ON_CPU)
 def test_case_b06_an_id_named_twice_counts_as_the_sum_of_its_weights(name: str) -> None:
     experts, got = run_experts(name, [[2, 2], [0, 3]], [[0.6, 0.4], [0.5, 0.5]])
     assert_close_relative(got["output"][0], one_expert(experts, 2, got["tokens"][0]), 1e-5)
@@ -43,7 +44,7 @@ def test_case_b06_an_id_named_twice_counts_as_the_sum_of_its_weights(name: str) 
     assert got["weights_grad"][0, 0] == got["weights_grad"][0, 1] != 0
 
 
-@pytest.mark.parametrize("name", sorted(EXPERTS))
+@pytest.mark.parametrize("name", ON_CPU)
 def test_case_b07_dropped_slots_add_nothing(name: str) -> None:
     experts, got = run_experts(name, [[0, -1], [-1, -1], [3, 1]], [[0.7, 0.3], [0.5, 0.5], [0.2, 0.8]])
     assert_close_relative(got["output"][0], 0.7 * one_expert(experts, 0, got["tokens"][0]), 1e-5)
@@ -108,7 +109,7 @@ def test_case_b13_changing_padding_changes_nothing() -> None:
 @pytest.mark.parametrize("tokens", [0, 1, 33])
 def test_experts_backends_agree(tokens: int) -> None:
     results: dict[str, list[torch.Tensor]] = {}
-    for name in sorted(EXPERTS):
+    for name in ON_CPU:
         torch.manual_seed(1)
         moe = MoE(MoEConfig(**SIZES), BackendConfig(experts=name))
         hidden_states = torch.randn(tokens, 16, requires_grad=True)
@@ -129,7 +130,7 @@ def test_grouped_mm_refuses_rows_it_cannot_take() -> None:
         experts(torch.randn(3, 18), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2), dispatcher)
 
 
-@pytest.mark.parametrize("name", sorted(EXPERTS))
+@pytest.mark.parametrize("name", ON_CPU)
 def test_nan_in_padding_reaches_no_output_and_no_gradient(name: str) -> None:
     torch.manual_seed(0)
     moe = MoE(MoEConfig(**SIZES), BackendConfig(experts=name))

