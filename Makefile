@@ -71,6 +71,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/lint-imports
+	$(BIN)/hadolint docker/Dockerfile
 
 typecheck: setup
 	$(BIN)/mypy

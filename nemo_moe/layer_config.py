@@ -30,16 +30,26 @@ class BackendConfig:
             where the dispatcher has no such knob.
         dispatcher_async_dispatch: overlap dispatch with other work; refused where the dispatcher cannot.
         experts: who computes the experts; a name in `registry.EXPERTS`.
+        experts_fp8: the experts' matmuls in FP8, forward and backward, by a recipe of the backend (of te: current, block,
+            mxfp8); weights, activations and gradients between them stay bf16. null is bf16. Refused where the backend has
+            no such recipe, or the GPU cannot.
     """
 
     dispatcher: str = "all_to_all"
     dispatcher_num_sms: int | None = None
     dispatcher_async_dispatch: bool = False
     experts: str = "grouped_mm"
+    experts_fp8: str | None = None
 
     def __post_init__(self) -> None:
         spec = DISPATCHERS.get(self.dispatcher)
-        EXPERTS.get(self.experts)
+        recipes = EXPERTS.get(self.experts).fp8
+        if self.experts_fp8 is not None and self.experts_fp8 not in recipes:
+            there = "; ".join(f"{name}: {', '.join(EXPERTS.get(name).fp8)}" for name in EXPERTS if EXPERTS.get(name).fp8)
+            raise ValueError(
+                f"backend.experts_fp8 is {self.experts_fp8!r}, which the experts {self.experts!r} do not have"
+                f" (those that are there: {there}); set it to null, or choose others"
+            )
         if self.dispatcher_num_sms is not None:
             multiple = spec.num_sms_multiple_of
             require(

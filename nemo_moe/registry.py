@@ -16,8 +16,8 @@ import importlib
 import importlib.metadata
 import importlib.util
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 ENTRY_POINTS = "nemo_moe.backends"
@@ -84,10 +84,12 @@ class ExpertsSpec(BackendSpec):
     Attributes:
         device_counts: takes `tokens_per_expert` on the device, so rows may be worst-case and nothing synchronises.
         row_bytes_multiple_of: the rule for the bytes of a row of hidden_size and of moe_intermediate_size elements.
+        fp8: values of `experts_fp8` -> what hidden_size and moe_intermediate_size must be multiples of; empty where it has none.
     """
 
     device_counts: bool = False
     row_bytes_multiple_of: int = 1
+    fp8: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,6 +346,7 @@ EXPERTS.register(
         requires=("transformer_engine",),
         extra="te",
         row_bytes_multiple_of=16,
+        fp8={"current": 16, "block": 128, "mxfp8": 32},
     ),
 )
 

@@ -195,7 +195,7 @@ def _experts_line(config: RunConfig, model: Any, device: str) -> str:
             f"backend.experts {name!r} runs on {', '.join(spec.devices)} only, and this run's device is {device};"
             " choose 'grouped_mm' or 'loop'"
         )
-    EXPERTS.load(name).check_available()
+    EXPERTS.load(name).check_available(config.backend.experts_fp8)
     element_bytes: int = getattr(torch, PRECISIONS[config.precision.value]).itemsize
     for key in ("hidden_size", "moe_intermediate_size"):
         size = getattr(model, key)
@@ -205,7 +205,14 @@ def _experts_line(config: RunConfig, model: Any, device: str) -> str:
                 f"backend.experts {name!r} in {config.precision.value} needs {key} to be a multiple of {step}, and the model's is {size};"
                 " choose 'loop' for sizes of any kind"
             )
-    return f"experts: {name} (as configured): {spec.summary}"
+    fp8 = config.backend.experts_fp8
+    for key in ("hidden_size", "moe_intermediate_size"):
+        if fp8 is not None and getattr(model, key) % spec.fp8[fp8]:
+            raise ValueError(
+                f"backend.experts_fp8 {fp8!r} needs {key} to be a multiple of {spec.fp8[fp8]}, and the model's is {getattr(model, key)};"
+                " choose another recipe, or null"
+            )
+    return f"experts: {name}{f', FP8 by {fp8}' if fp8 else ''} (as configured): {spec.summary}"
 
 
 def _batch_line(config: RunConfig, sizes: MeshSizes) -> str:

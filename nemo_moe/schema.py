@@ -26,6 +26,7 @@ _INVALID: Any = object()  # a value about which a problem has been noted
 # Old and foreign keys -> what to use here. A section's entry covers what is below it, unless a longer path says more.
 FOREIGN_KEYS: dict[str, str] = {
     "backend.enable_deepep": "use backend.dispatcher",
+    "backend.te_fp8": "use backend.experts_fp8 (current, block or mxfp8)",
     "backend.fake_balanced_gate": "use router.fake_balanced",
     "backend.fake_gate_noise": "there is no noisy fake gate; router.fake_balanced routes evenly",
     "backend.attn": "attention is torch's scaled_dot_product_attention; remove it",

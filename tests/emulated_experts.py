@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
-from emulated.experts_emulator import grouped_gemm, transformer_engine
+from emulated.experts_emulator import grouped_gemm, recipes, transformer_engine
 from nemo_moe.moe.experts.gmm import GmmExperts
 from nemo_moe.moe.experts.te import TEExperts
 from nemo_moe.registry import EXPERTS, ExpertsSpec
@@ -28,16 +28,23 @@ class GmmOfNvidia(GmmExperts):
         return grouped_gemm("nvidia")
 
 
+_NEW, _OLD, _RECIPES = transformer_engine(), transformer_engine(packed_gradients=False), recipes()
+
+
 class NewTE(TEExperts):
     @classmethod
     def library(cls) -> ModuleType:
-        return transformer_engine()
+        return _NEW
+
+    @classmethod
+    def recipes(cls) -> ModuleType:
+        return _RECIPES
 
 
-class OldTE(TEExperts):
+class OldTE(NewTE):
     @classmethod
     def library(cls) -> ModuleType:
-        return transformer_engine(packed_gradients=False)
+        return _OLD
 
 
 EMULATED_EXPERTS = {"gmm_tgale96": GmmOfTgale96, "gmm_nvidia": GmmOfNvidia, "te_new": NewTE, "te_old": OldTE}
@@ -55,6 +62,7 @@ def emulated_experts() -> Iterator[None]:
                 summary=spec.summary,
                 precisions=spec.precisions,
                 row_bytes_multiple_of=spec.row_bytes_multiple_of,
+                fp8=spec.fp8,
             ),
         )
     try:

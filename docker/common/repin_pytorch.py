@@ -64,7 +64,9 @@ def pins(torch: str | None, cudnn: str | None) -> list[str]:
     if cudnn is None:
         cudnn = next((match[0] for text in asked if (match := re.match(r"nvidia-cudnn-cu\d+==[\w.]+", text.replace(" ", "")))), None)
     if cudnn is None:
-        raise CannotPin(f"torch {torch} here names no cuDNN package (a CPU build, or a vendor's); give --cudnn, like nvidia-cudnn-cu13==9.20.0.48")
+        raise CannotPin(
+            f"torch {torch} here names no cuDNN package (a CPU build, or a vendor's); give --cudnn, like nvidia-cudnn-cu13==9.20.0.48"
+        )
     if not re.fullmatch(r"nvidia-cudnn-cu\d+==\d[\w.]*", cudnn):
         raise CannotPin(f"--cudnn must be like nvidia-cudnn-cu13==9.20.0.48, found {cudnn!r}")
     return [f'constraint-dependencies = ["torch=={torch}"]', f"override-dependencies = [\"{cudnn}; sys_platform == 'linux'\"]"]

@@ -177,7 +177,7 @@ def _weights(work: Work, layer: int) -> tuple[nn.Parameter, nn.Parameter]:
 
 def _experts_on(shape: Shape, backend: BackendConfig, gate_up: nn.Parameter, down: nn.Parameter) -> Experts:
     with torch.device("meta"):
-        experts = build_experts(backend.experts, shape.num_experts, shape.hidden_size, shape.moe_intermediate_size)
+        experts = build_experts(backend.experts, shape.num_experts, shape.hidden_size, shape.moe_intermediate_size, fp8=backend.experts_fp8)
     experts.keep_local(dist.get_rank(), dist.get_world_size())
     assert experts.gate_up_proj.shape == gate_up.shape and experts.down_proj.shape == down.shape
     experts.gate_up_proj, experts.down_proj = gate_up, down

@@ -95,7 +95,7 @@ def check_sizes(backend: BackendConfig, hidden_size: int, moe_intermediate_size:
     """
     experts = EXPERTS.get(backend.experts)
     _check_backend(EXPERTS, backend.experts, precision)
-    EXPERTS.load(backend.experts).check_available()
+    EXPERTS.load(backend.experts).check_available(backend.experts_fp8)
     for size in (hidden_size, moe_intermediate_size):
         if size * getattr(torch, PRECISIONS[precision]).itemsize % experts.row_bytes_multiple_of:
             raise ValueError(
@@ -133,4 +133,7 @@ def _with_keys_of(base: BackendConfig, dispatcher: str, experts: str) -> tuple[B
     if base.dispatcher_async_dispatch and not spec.async_dispatch:
         changes["dispatcher_async_dispatch"] = False
         notes.append(f"dispatcher_async_dispatch of the recipe is not used for {dispatcher}, which has no asynchronous mode")
+    if base.experts_fp8 is not None and base.experts_fp8 not in EXPERTS.get(experts).fp8:
+        changes["experts_fp8"] = None
+        notes.append(f"experts_fp8 of the recipe ({base.experts_fp8}) is not used for {experts}, which has no such recipe")
     return dataclasses.replace(base, dispatcher=dispatcher, experts=experts, **changes), notes

@@ -1,9 +1,9 @@
 """Hugging Face folders in and out: config.json, safetensors (one file or shards with an index), tokenizer files.
 
 Loading: each rank reads the slices that it holds, straight from the files, without communication; everything is checked
-before the first weight is written. Saving: rank 0 writes, one parameter in its memory at a time, from wherever the whole
-parameter comes: the ranks that hold its pieces, or a training checkpoint. How a family spells its parameters is the
-model's to say (`hf_layouts`).
+before the first weight is written. Saving: rank 0 writes, one file's tensors in its memory at a time, from wherever whole
+parameters come: the ranks that hold their pieces, or a training checkpoint. How a family spells its parameters is the
+model's to say (`hf_layouts`). The files themselves are the safetensors library's.
 
 Left out on purpose, for now: writing by all ranks at once; quantised weights; pickled (.bin) weights.
 """
@@ -42,14 +42,16 @@ def load_hf_folder(model: nn.Module, folder: str | Path, *, progress: Progress |
     Args:
         model: obeys `hf_model.HFModel`; has storage (`to_empty` comes before, `reset_buffers` too).
         folder: its files must be readable on every rank.
-        progress: called with (bytes read, bytes that this rank reads in all), first with 0 and then after each 8 MiB.
+        progress: called with (bytes read, bytes that this rank reads in all), first with 0 and then after each
+            tensor of the files.
 
     Raises:
         ValueError: tensors that are missing, of another shape, not of a floating type, or not the model's, named with
             their files, all at once; a missing or damaged file, or two that disagree. The model is unchanged then. Also a
-            file that cannot be read to its end, which is found out when part of the model is filled.
+            file that was removed or replaced meanwhile, which is found out when part of the model is filled.
 
-    Cost: the bytes of this rank's slices from the disk, in the order of the files; 8 MiB of memory beside the model.
+    Cost: the bytes of this rank's slices from the disk, in the order of the files. On the CPU no memory of the process's
+    own beside the model, on a GPU one tensor of a file there; pages of one mapped file, which the system can take back.
     """
     plan = plan_load(cast(HFModel, model), Path(folder))
     total, done = sum(transfer.size for transfer in plan.transfers), 0
@@ -78,8 +80,8 @@ def save_hf_folder(
 ) -> None:
     """Write a folder that transformers loads, from a model however it is spread. Collective: every rank calls it alike.
 
-    Rank 0 gathers one parameter at a time and writes it. The folder appears, or changes, only when all of it is on the
-    disk: weights of an earlier save are replaced, other files there stay.
+    Rank 0 gathers one parameter at a time and writes each file when it has all of its tensors. The folder appears, or
+    changes, only when all of it is on the disk: weights of an earlier save are replaced, other files there stay.
 
     Args:
         model: obeys `hf_model.HFModel`.
@@ -88,7 +90,8 @@ def save_hf_folder(
             files are copied.
         dtype: of the weights on disk and in config.json. None is what the model's config says (a folder that came in as
             bf16 goes out as bf16, whatever the master weights are), else the parameters' own.
-        max_shard_bytes: of one weights file; a larger model gets several, and an index.
+        max_shard_bytes: of one weights file; a larger model gets several, and an index. Rank 0 holds that much in memory,
+            and one parameter more.
         progress: called on rank 0 with (bytes written, bytes in all), first with 0 and then after each parameter.
         check: called on every rank before each parameter; what it raises (on all ranks) ends the save and leaves an older
             folder as it was.
@@ -146,14 +149,15 @@ def write_hf_folder(
         model: tells names, global shapes and key table; no value of it is read, so it may be on the meta device (then
             not parallelized). Its parameters' own dtype counts where neither `dtype` nor its config says one.
         fetch: (name of a parameter or stored buffer, dtype) -> the whole of it, on the CPU, in that dtype; None on ranks
-            other than 0. Called on every rank, once a name, in the model's order. What it raises goes through.
+            other than 0. Called on every rank, once a name, in the model's order. What it gives must stay as it is until
+            the end. What it raises goes through.
         rank: of this process; rank 0 writes.
         folder, tokenizer, source, dtype, max_shard_bytes, progress: see `save_hf_folder`.
 
     Raises:
         ValueError, SaveError: see `save_hf_folder`. ValueError also where `fetch` gives another shape or dtype.
 
-    Cost: one parameter in memory at a time (a layer's stacked experts are one).
+    Cost: on rank 0 the tensors of one file (max_shard_bytes) and one parameter (a layer's stacked experts are one).
     """
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes must be 1 or more, found {max_shard_bytes}")

@@ -35,7 +35,9 @@ class MoE(nn.Module):
         self.config = config
         self.backend = backend
         self.gate: Gate = FakeBalancedGate(config) if fake_balanced_gate else Gate(config)
-        self.experts: Experts = build_experts(backend.experts, config.num_experts, config.hidden_size, config.moe_intermediate_size)
+        self.experts: Experts = build_experts(
+            backend.experts, config.num_experts, config.hidden_size, config.moe_intermediate_size, fp8=backend.experts_fp8
+        )
         self.dispatcher = MoEFlexTokenDispatcher(backend, config.num_experts, ep_group=None)
 
     def shard_experts(self, ep_group: dist.ProcessGroup | None) -> None:

@@ -217,7 +217,7 @@ def run_layer(
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     dispatcher = dispatcher or MoEFlexTokenDispatcher(backend, case.num_experts, group)
     dtype, hidden_size = batch.hidden_states.dtype, batch.hidden_states.shape[1]
-    experts = build_experts(backend.experts, case.num_experts, hidden_size, EXPERT_WIDTH).to(dtype)
+    experts = build_experts(backend.experts, case.num_experts, hidden_size, EXPERT_WIDTH, fp8=backend.experts_fp8).to(dtype)
     gate_up_proj, down_proj = expert_weights(case, seed, dtype, hidden_size)
     with torch.no_grad():
         experts.gate_up_proj.copy_(gate_up_proj)

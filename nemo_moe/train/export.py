@@ -1,6 +1,6 @@
 """From a training checkpoint to a Hugging Face folder, in one process, without the recipe's data and without a GPU.
 
-Weights go from the checkpoint's files to the folder's one parameter at a time, so memory holds one parameter, whatever
+Weights go from the checkpoint's files to the folder's one file at a time, so memory holds one file's tensors, whatever
 the model's size and the number of ranks that trained it.
 """
 

@@ -217,8 +217,8 @@ def test_the_loading_benchmark_tells_memory_and_time_of_every_rank(tmp_path: Pat
     assert len(ranks) == 2
     for held, read, anon, ratio, pages, *_ in ranks:
         assert held == pytest.approx(2 * read, rel=0.01), "fp32 from bf16"
-        assert anon < held + 12, "its own share and one buffer of 8 MiB"
-        assert ratio == pytest.approx(anon / held, abs=0.01) and pages < 2
+        assert anon < held + 4, "its own share alone"
+        assert ratio == pytest.approx(anon / held, abs=0.01) and pages < 8, "of one mapped file at a time"
     assert re.search(r"^warm: load [\d.]+ s .*plain read [\d.]+ s .*new memory", out, re.MULTILINE)
     assert re.search(r"loading: 0\.0[12]\d? GB of bf16 in \d+ files", out)
     assert list(tmp_path.iterdir()) == []

@@ -141,7 +141,7 @@ def no_privileges() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("obstacle", "mode", "cause"),
-    [(small_files_only, 0o755, "OSError: .*File too large"), (no_privileges, 0o555, "PermissionError: .*Permission denied")],
+    [(small_files_only, 0o755, "SafetensorError: .*File too large"), (no_privileges, 0o555, "PermissionError: .*Permission denied")],
     ids=["no room", "read-only"],
 )
 @pytest.mark.parametrize("older", [True, False])

@@ -43,6 +43,7 @@ RULES = {
     "te.splits_exact": Rule("the splits add up to the rows", ("te",), "torch.split in _split_quantization"),
     "te.one_dtype": Rule("input and weights have one dtype", ("te",), "module/base.py: set_activation_dtype"),
     "te.width": Rule("the input has in_features columns", ("te",), "module/grouped_linear.py"),
+    "te.fp8_rows": Rule("in FP8 each expert's rows are a multiple of 16 (MXFP8: 32)", ("te",), "get_align_size_for_quantization"),
     "te.real_weights": Rule("no tensor on the meta device reaches a kernel", ("te",), "a null pointer there"),
 }
 
@@ -115,23 +116,32 @@ def _not_emulated(*args: object, **kwargs: object) -> None:
     raise NotImplementedError("NVIDIA's permute is not emulated")
 
 
+def _rounded(tensor: Tensor) -> Tensor:
+    """To FP8 and back, with one scale."""
+    scale = tensor.abs().amax().float().clamp(min=1e-9) / 448 if tensor.numel() else torch.ones(())
+    return ((tensor.float() / scale).to(torch.float8_e4m3fn).float() * scale).to(tensor.dtype)
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inp: Tensor, splits: list[int], packed: bool, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, inp: Tensor, splits: list[int], packed: bool, fp8: bool, *weights: Tensor) -> Tensor:
+        if fp8:
+            inp, weights = _rounded(inp), tuple(map(_rounded, weights))
         ctx.save_for_backward(inp, *weights)
-        ctx.splits, ctx.packed = splits, packed
+        ctx.splits, ctx.packed, ctx.fp8 = splits, packed, fp8
         return torch.cat([rows @ weight.t() for rows, weight in zip(inp.split(splits), weights, strict=True)])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         inp, *weights = ctx.saved_tensors
+        gradient = _rounded(gradient) if ctx.fp8 else gradient
         of_rows = [rows @ weight for rows, weight in zip(gradient.split(ctx.splits), weights, strict=True)]
         block = inp.new_full((len(weights), *weights[0].shape), NAN)
         of_weights = [block[expert] if ctx.packed else torch.full_like(weight, NAN) for expert, weight in enumerate(weights)]
         for out, given, rows in zip(of_weights, gradient.split(ctx.splits), inp.split(ctx.splits), strict=True):
             if rows.shape[0]:
                 out.copy_(given.t() @ rows)
-        return torch.cat(of_rows), None, None, *of_weights
+        return torch.cat(of_rows), None, None, None, *of_weights
 
 
 def transformer_engine(*, packed_gradients: bool = True) -> ModuleType:
@@ -163,10 +173,63 @@ def transformer_engine(*, packed_gradients: bool = True) -> ModuleType:
             require(all(weight.dtype is inp.dtype for weight in weights), "te.one_dtype", inp.dtype)
             require(inp.shape[1] == self.in_features, "te.width", inp.shape)
             require(not any(tensor.is_meta for tensor in (inp, *weights, *biases)), "te.real_weights", "a meta tensor")
-            return _Linear.apply(inp, m_splits, packed_gradients, *weights)
+            if active:
+                require(all(split % active[-1].align == 0 for split in m_splits), "te.fp8_rows", m_splits)
+            return _Linear.apply(inp, m_splits, packed_gradients, bool(active), *weights)
+
+    active: list[Any] = []
+
+    @contextmanager
+    def autocast(enabled: bool = True, recipe: Any = None) -> Iterator[None]:
+        active.append(recipe)
+        try:
+            yield
+        finally:
+            active.pop()
+
+    @contextmanager
+    def fp8_autocast(enabled: bool = True, fp8_recipe: Any = None) -> Iterator[None]:
+        with autocast(enabled, fp8_recipe):
+            yield
 
     module = ModuleType("transformer_engine.pytorch")
     module.GroupedLinear = GroupedLinear
+    module.Fp8Padding, module.Fp8Unpadding = Fp8Padding, Fp8Unpadding
+    if packed_gradients:
+        module.autocast = autocast
+    else:
+        module.fp8_autocast = fp8_autocast
+    module.is_fp8_available = lambda return_reason=False: (True, "") if return_reason else True
+    module.is_fp8_block_scaling_available = module.is_fp8_available
+    module.is_mxfp8_available = lambda return_reason=False: (False, "Device compute capability 10.x required.") if return_reason else False
+    return module
+
+
+class Fp8Padding(nn.Module):
+    def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
+        super().__init__()
+        self.num_gemms, self.align_size = num_gemms, align_size
+
+    def padded(self, m_splits: list[int]) -> list[int]:
+        assert len(m_splits) == self.num_gemms and self.align_size
+        return [-(-split // self.align_size) * self.align_size for split in m_splits]
+
+    def forward(self, inp: Tensor, m_splits: list[int]) -> tuple[Tensor, list[int]]:
+        padded = self.padded(m_splits)
+        groups = zip(inp.split(m_splits), m_splits, padded, strict=True)
+        return torch.cat([nn.functional.pad(rows, (0, 0, 0, more - split)) for rows, split, more in groups]), padded
+
+
+class Fp8Unpadding(Fp8Padding):
+    def forward(self, inp: Tensor, m_splits: list[int]) -> Tensor:
+        return torch.cat([rows[:split] for rows, split in zip(inp.split(self.padded(m_splits)), m_splits, strict=True)])
+
+
+def recipes() -> ModuleType:
+    """A module `transformer_engine.common.recipe`."""
+    module = ModuleType("transformer_engine.common.recipe")
+    for name, align in (("Float8CurrentScaling", 16), ("Float8BlockScaling", 16), ("MXFP8BlockScaling", 32)):
+        setattr(module, name, type(name, (), {"align": align}))
     return module
 
 

@@ -52,7 +52,9 @@ def dirty_memory() -> None:
     del blocks
 
 
-def computed(name: str, counts: list[int], dtype: torch.dtype, sizes: tuple[int, int] = SMALL, *, surplus: int = 0) -> dict[str, Tensor]:
+def computed(
+    name: str, counts: list[int], dtype: torch.dtype, sizes: tuple[int, int] = SMALL, *, surplus: int = 0, fp8: str | None = None
+) -> dict[str, Tensor]:
     """Output of the real rows and all gradients. Rows past the counts hold NaN, going in and coming back."""
     hidden_size, width = sizes
     torch.manual_seed(0)
@@ -60,7 +62,7 @@ def computed(name: str, counts: list[int], dtype: torch.dtype, sizes: tuple[int,
     hidden_states, weights = torch.randn(rows, hidden_size, device=device), torch.rand(rows, device=device)
     upstream = torch.randn(rows, hidden_size, device=device)
     torch.manual_seed(1)
-    experts = build_experts(name, len(counts), hidden_size, width).to(device, dtype)
+    experts = build_experts(name, len(counts), hidden_size, width, fp8=fp8).to(device, dtype)
     past = torch.full((surplus, hidden_size), float("nan"), device=device)
     tokens = torch.cat([hidden_states, past]).to(dtype).requires_grad_()
     topk_weights = torch.cat([weights, past[:, 0]]).requires_grad_()
@@ -173,6 +175,23 @@ def test_capture_is_refused_and_the_process_goes_on(name: str) -> None:
         experts.compute(tokens, weights, counts)
     torch.cuda.synchronize()
     assert torch.equal(experts.compute(tokens, weights, counts), expected)
+
+
+@pytest.mark.parametrize("routing", ["uneven", "no_rows", "mostly_idle"])
+@pytest.mark.parametrize("fp8", ["current", "block", "mxfp8"])
+def test_fp8_of_te_is_near_the_truth(fp8: str, routing: str) -> None:
+    need("te")
+    try:
+        EXPERTS.load("te").check_available(fp8)
+    except ValueError as error:
+        pytest.skip(str(error))
+    counts = ROUTINGS[routing]
+    truth, got = computed("loop", counts, torch.float32), computed("te", counts, BF16, fp8=fp8)
+    for key, expected in truth.items():
+        error = relative_difference(got[key], expected)
+        print(f"te {fp8} {key}: {error:.2e}")
+        assert error <= 0.15, key
+        assert not sum(counts) or error > 5e-3, f"{key} is as exact as bf16: nothing ran in FP8"
 
 
 @pytest.mark.parametrize("name", HOST_COUNTS)

@@ -39,7 +39,7 @@ class Experts(nn.Module, ABC):
         nn.init.normal_(self.down_proj, std=0.02)
 
     @classmethod
-    def check_available(cls) -> None:
+    def check_available(cls, fp8: str | None = None) -> None:
         """Raise ImportError or ValueError naming what this machine lacks and the fix; return where nothing is missing."""
 
     def keep_local(self, ep_rank: int, ep_size: int) -> None:
@@ -83,9 +83,28 @@ class Experts(nn.Module, ABC):
         """
 
 
-def build_experts(name: str, num_experts: int, hidden_size: int, moe_intermediate_size: int) -> Experts:
-    """The experts backend `name` of the registry. Raises ValueError for an unknown name, ImportError for a missing library."""
-    return cast(Experts, EXPERTS.load(name)(num_experts, hidden_size, moe_intermediate_size))
+def build_experts(name: str, num_experts: int, hidden_size: int, moe_intermediate_size: int, *, fp8: str | None = None) -> Experts:
+    """The experts backend `name` of the registry, in FP8 by the recipe `fp8` of its entry.
+
+    Raises ValueError for an unknown name or recipe, ImportError for a missing library.
+    """
+    recipe = {}
+    if fp8 is not None:
+        check_fp8_sizes(name, fp8, hidden_size, moe_intermediate_size)
+        recipe = {"fp8": fp8}
+    return cast(Experts, EXPERTS.load(name)(num_experts, hidden_size, moe_intermediate_size, **recipe))
+
+
+def check_fp8_sizes(name: str, fp8: str, hidden_size: int, moe_intermediate_size: int) -> None:
+    """Raise ValueError where the backend has no such recipe, or the recipe cannot cut these sizes into its blocks."""
+    recipes = EXPERTS.get(name).fp8
+    if fp8 not in recipes:
+        raise ValueError(f"experts {name!r} have no FP8 recipe {fp8!r} (legal: {', '.join(recipes) or 'none'})")
+    for key, size in (("hidden_size", hidden_size), ("moe_intermediate_size", moe_intermediate_size)):
+        if size % recipes[fp8]:
+            raise ValueError(
+                f"backend.experts_fp8 {fp8!r} needs {key} to be a multiple of {recipes[fp8]}, found {size}; choose another recipe, or null"
+            )
 
 
 def weighted_swiglu(gate_up: Tensor, topk_weights: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ class GmmExperts(HostCountExperts):
         return load_gmm()
 
     @classmethod
-    def check_available(cls) -> None:
+    def check_available(cls, fp8: str | None = None) -> None:
         """Raise ImportError naming what this machine lacks and the fix; return where nothing is missing."""
         gmm_of(cls.library())
 

@@ -71,6 +71,8 @@ def test_files_equal_those_of_transformers_tensor_by_tensor(tmp_path: Path) -> N
     expected, actual = load_file(tmp_path / "theirs" / "model.safetensors"), load_file(tmp_path / "ours" / "model.safetensors")
     assert actual.keys() == expected.keys()
     assert all(torch.equal(actual[key], expected[key]) for key in expected)
+    modes = {path.stat().st_mode for path in (tmp_path / "ours").iterdir()}
+    assert len(modes) == 1, "who may read config.json may read the weights"
 
 
 def test_shards_have_a_right_index_and_stay_below_the_limit(tmp_path: Path) -> None:
@@ -235,7 +237,7 @@ def test_the_key_table_tiles_a_stacked_parameter_exactly_once(name: str) -> None
 
 
 def test_a_folder_is_written_from_values_that_are_fetched_one_by_one(tmp_path: Path) -> None:
-    """The model is on the meta device: one parameter at a time is all that is ever in memory."""
+    """The model is on the meta device: no more than one file is ever in memory."""
     model = ours_like(hf_model())
     weights = dict(model.named_parameters())
     with torch.device("meta"):

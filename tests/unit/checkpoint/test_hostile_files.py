@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nemo_moe.checkpoint.hf import load_hf_folder
-from nemo_moe.checkpoint.safetensors_header import make_header
 from nemo_moe.checkpoint.tensor_files import TensorFiles
 from nemo_moe.config import BackendConfig
 from nemo_moe.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -39,25 +37,28 @@ TWO = '{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, "b": {"dtyp
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "its 0 bytes begin with a header length of 0"),
-        (b"1234567", "its 7 bytes"),
-        (struct.pack("<Q", 2**60) + bytes(100), "header length of 1152921504606846976"),
-        (_file("nonsense"), "Expecting value"),
-        (_file(b"\xff\xfe"), "can't decode"),
-        (_file("[1, 2]"), "a JSON object is expected, found list"),
-        (_file("[" * 50_000), "nested too deeply"),
-        (_file('{"a": 1}'), "a has no dtype"),
-        (_one(shape=[3, 2]), r"a of shape \[3, 2\] needs 24 bytes, and has 16"),
-        (_one(shape=[-2, -2]), r"a has the shape \[-2, -2\]"),
-        (_one(shape=[2.0, 2]), "a has the shape"),
-        (_one(data_offsets=[16, 0]), "a of shape .* needs 16 bytes, and has -16"),
-        (_one(data_offsets=[0]), "data_offsets"),
-        (_one(data_offsets=[4, 20]), "a is at bytes 4 to 20, but the tensor before it ends at 0"),
-        (_one()[:-3], "its tensors end at byte .*, and it has"),
-        (_one() + b"more", "its tensors end at byte .*, and it has"),
-        (_file(TWO % "2, 6", bytes(6)), "b is at bytes 2 to 6, but the tensor before it ends at 4"),
-        (_file(TWO % "8, 12", bytes(12)), "b is at bytes 8 to 12"),
-        (_file((TWO % "4, 8").replace('"b"', '"a"'), bytes(8)), "the key 'a' is there twice"),
+        (b"", "header too small"),
+        (b"1234567", "header too small"),
+        (struct.pack("<Q", 2**60) + bytes(100), "header too large"),
+        (struct.pack("<Q", 101) + bytes(100), "invalid header length"),
+        (_file("nonsense"), "invalid JSON"),
+        (_file(b"\xff\xfe"), "invalid UTF-8"),
+        (_file("[1, 2]"), "invalid type: sequence"),
+        (_file('{"a":' * 50_000), "recursion limit"),
+        (_file('{"a": 1}'), "invalid type: integer"),
+        (_one(dtype="F33"), "unknown variant `F33`"),
+        (_one(shape=[3, 2]), "invalid shape, data type, or offset"),
+        (_one(shape=[-2, -2]), "invalid value: integer `-2`"),
+        (_one(shape=[2.0, 2]), "invalid type: floating point"),
+        (_one(shape=[2**40, 2**40]), "overflow"),
+        (_one(data_offsets=[16, 0]), "invalid offset for tensor `a`"),
+        (_one(data_offsets=[0]), "invalid length 1"),
+        (_one(data_offsets=[4, 20]), "invalid offset for tensor `a`"),
+        (_one()[:-3], "file not fully covered"),
+        (_one() + b"more", "file not fully covered"),
+        (_file(TWO % "2, 6", bytes(6)), "invalid offset for tensor `b`"),
+        (_file(TWO % "8, 12", bytes(12)), "invalid offset for tensor `b`"),
+        (_file((TWO % "4, 8").replace('"b"', '"a"'), bytes(8)), "invalid offset for tensor `a`"),
     ],
 )
 def test_a_file_that_is_not_what_its_header_says_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
@@ -96,9 +97,9 @@ def test_an_index_leads_nowhere_else(sharded: Path, name: Any) -> None:
     ("text", "message"),
     [
         ("{", "Expecting property name"),
-        ("[]", "a JSON object is expected"),
-        ('{"weight_map": 3}', "weight_map is 3"),
-        ('{"weight_map": {"a": "x", "a": "y"}}', "the key 'a' is there twice"),
+        ("[]", "a JSON object with a weight_map is expected"),
+        ('{"weight_map": 3}', "a JSON object with a weight_map is expected"),
+        ("[" * 50_000, "recursion"),
         ("\x00", "Expecting value"),
     ],
 )
@@ -146,58 +147,8 @@ def test_a_file_that_shrinks_after_it_was_looked_at_is_an_error_with_its_name(tm
     files = TensorFiles(tmp_path)
     content = (tmp_path / WEIGHTS).read_bytes()
     (tmp_path / WEIGHTS).write_bytes(content[:-100])
-    with pytest.raises(ValueError, match=r"model\.safetensors ends at byte \d+, before its tensors do"):
-        files.read_into("b", (slice(0, 100),), torch.empty(100))
-
-
-BOXES: list[tuple[slice, ...]] = [
-    (slice(0, 4), slice(0, 6), slice(0, 5)),
-    (slice(1, 3), slice(0, 6), slice(0, 5)),
-    (slice(0, 4), slice(2, 5), slice(0, 5)),
-    (slice(3, 4), slice(1, 2), slice(2, 5)),
-    (slice(0, 4), slice(0, 6), slice(4, 5)),
-]
-
-
-def _contiguous(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype)
-
-
-def _strided(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty((*shape[:-1], 2 * shape[-1]), dtype=dtype)[..., ::2]
-
-
-@pytest.mark.parametrize("target", [_contiguous, _strided])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("chunk", [8, 24, 2**20])
-def test_a_box_of_any_kind_equals_the_slice(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    chunk: int,
-    dtype: torch.dtype,
-    target: Callable[[torch.Size, torch.dtype], torch.Tensor],
-) -> None:
-    """Reads cut in the middle of rows and rows gathered into one read, converted and not, give what slicing gives."""
-    monkeypatch.setattr("nemo_moe.checkpoint.tensor_files._CHUNK", chunk)
-    whole = torch.randn(4, 6, 5)
-    save_file({"before": torch.ones(3), "whole": whole, "number": torch.tensor(5.0)}, tmp_path / WEIGHTS)
-    files = TensorFiles(tmp_path)
-    for box in BOXES:
-        into = target(whole[box].shape, dtype)
-        told: list[int] = []
-        files.read_into("whole", box, into, told.append)
-        assert torch.equal(into, whole[box].to(dtype))
-        assert sum(told) == whole[box].nbytes and max(told) <= chunk
-    number = torch.empty(())
-    files.read_into("number", (), number)
-    assert number.item() == 5.0
-    files.close()
-
-
-def test_what_we_write_is_what_the_format_asks_for(tmp_path: Path) -> None:
-    tensors = {"ä": torch.randn(3, 2), "b": torch.zeros(0, 4), "c": torch.tensor(1.5)}
-    data = b"".join(tensor.contiguous().numpy().tobytes() for tensor in tensors.values())
-    (tmp_path / WEIGHTS).write_bytes(make_header([(key, tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()]) + data)
-    read = load_file(tmp_path / WEIGHTS)
-    assert read.keys() == tensors.keys() and all(torch.equal(read[key], tensors[key]) for key in tensors)
-    assert set(TensorFiles(tmp_path).tensors) == set(tensors)
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a readable safetensors file"):
+        files.read("b", (slice(0, 100),))
+    (tmp_path / WEIGHTS).unlink()
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a readable safetensors file"):
+        files.read("b", (slice(0, 100),))

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from emulated.experts_emulator import RULES, RuleBroken, grouped_gemm, in_place, transformer_engine
+from emulated.experts_emulator import RULES, RuleBroken, grouped_gemm, in_place, recipes, transformer_engine
 from emulated_experts import EMULATED_EXPERTS, GmmOfTgale96, NewTE, emulated_experts
 from nemo_moe.config import BackendConfig, DataConfig, Device, ModelConfig, Precision, RunConfig, TaskConfig
 from nemo_moe.moe.experts.base import Experts, build_experts
@@ -138,6 +138,50 @@ def test_compiling_is_refused_with_the_backends_that_can(name: str, monkeypatch:
         experts.compute(torch.randn(3, 16).to(BF16), torch.ones(3), torch.tensor([1, 0, 2, 0]))
 
 
+# FP8
+
+
+@pytest.mark.parametrize("counts", [[5, 1, 0, 12], [16, 0, 32, 16]], ids=str)
+@pytest.mark.parametrize("name", ["te_new", "te_old"])
+def test_fp8_pads_each_experts_rows_and_is_coarser_than_bf16_but_right(name: str, counts: list[int]) -> None:
+    results = {}
+    for fp8 in (None, "current"):
+        torch.manual_seed(0)
+        experts = build_experts(name, 4, 32, 16, fp8=fp8).to(BF16)
+        tokens, weights = torch.randn(sum(counts), 32).to(BF16).requires_grad_(), torch.rand(sum(counts)).requires_grad_()
+        output = experts.compute(tokens, weights, torch.tensor(counts))
+        output.square().sum().backward()
+        results[fp8] = [output, tokens.grad, weights.grad, experts.gate_up_proj.grad, experts.down_proj.grad]
+    for exact, coarse in zip(results[None], results["current"], strict=True):
+        assert exact is not None and coarse is not None and coarse.dtype is exact.dtype
+        assert 5e-3 < relative_difference(coarse.detach().float(), exact.detach().float()) < 0.15
+    idle = torch.tensor(counts) == 0
+    assert not results["current"][3][idle].any() and not results["current"][4][idle].any()  # type: ignore[index]
+
+
+@pytest.mark.parametrize("name", ["gmm", "loop", "grouped_mm"])
+def test_fp8_is_refused_where_the_experts_have_none(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"experts_fp8 is 'current', which the experts '{name}' do not have.*te: current, block, mxfp8"):
+        BackendConfig(experts=name, experts_fp8="current")
+    with pytest.raises(ValueError, match=r"experts_fp8 is 'delayed', which the experts 'te' do not have"):
+        BackendConfig(experts="te", experts_fp8="delayed")
+
+
+def test_fp8_is_refused_for_sizes_and_hardware_that_cannot() -> None:
+    with pytest.raises(ValueError, match=r"experts_fp8 'block' needs moe_intermediate_size to be a multiple of 128, found 64"):
+        build_experts("te_new", 4, 128, 64, fp8="block")
+    with pytest.raises(ValueError, match=r"'mxfp8', which this GPU cannot: Device compute capability 10.x required.; choose another"):
+        build_experts("te_new", 4, 128, 128, fp8="mxfp8")
+    config = config_of("te_new", precision=Precision.bf16)
+    for fp8, said in (("current", "FP8 by current"), ("block", "needs hidden_size to be a multiple of 128, and the model's is 32")):
+        config.backend = BackendConfig(experts="te_new", experts_fp8=fp8)
+        try:
+            text = "\n".join(resolve(config, 1, device_count=0).lines)
+        except ValueError as error:
+            text = str(error)
+        assert said in text
+
+
 # Gradients of views
 
 
@@ -248,13 +292,16 @@ def test_the_emulated_grouped_gemm_refuses_what_the_real_one_does(flavour: str) 
 
 
 def test_the_emulated_grouped_linear_refuses_what_the_real_one_does() -> None:
-    linear: nn.Module = transformer_engine().GroupedLinear(2, 8, 4, bias=False, params_dtype=BF16)
+    library = transformer_engine()
+    linear: nn.Module = library.GroupedLinear(2, 8, 4, bias=False, params_dtype=BF16)
     rows = torch.randn(6, 8).to(BF16)
     assert linear(rows, [2, 4]).shape == (6, 4)
     refused("te.list_of_splits", linear, rows, torch.tensor([2, 4]))
     refused("te.splits_exact", linear, rows, [2, 3])
     refused("te.one_dtype", linear, rows.float(), [2, 4])
     refused("te.width", linear, rows[:, :4], [2, 4])
+    with library.autocast(recipe=recipes().Float8CurrentScaling()):
+        refused("te.fp8_rows", linear, rows, [2, 4])
     refused("te.real_weights", transformer_engine().GroupedLinear(2, 8, 4, bias=False, params_dtype=BF16, device="meta"), rows, [2, 4])
 
 
