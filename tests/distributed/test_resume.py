@@ -26,6 +26,7 @@ from tiny_run import records, tiny_config
 from wandb_file import read_wandb
 
 STEPS = 10
+SLOW = pytest.mark.slow  # run by `make test-all`
 TIMES = ("tokens_per_second", "tokens_per_second_per_gpu", "peak_memory_gib")
 
 
@@ -96,7 +97,7 @@ def checkpoint(folder: Path, step: int) -> str:
     return str(folder / "checkpoints" / f"step-{step:08d}")
 
 
-@pytest.mark.parametrize("step", [2, 3, 4, 7])
+@pytest.mark.parametrize("step", [pytest.param(2, marks=SLOW), 3, 4, 7])
 def test_going_on_is_bit_for_bit_the_uninterrupted_run(whole: Path, tmp_path: Path, step: int) -> None:
     """cases B43, B47, B49: in the middle of an epoch (2, 7), at its end (3) and at a validation (4)."""
     result = run(tmp_path, 2, 2, resume=checkpoint(whole, step))
@@ -112,7 +113,7 @@ def test_going_on_twice_is_bit_for_bit_too(whole: Path, tmp_path: Path) -> None:
     assert timeless(tmp_path / "two") == timeless(whole)[6:]
 
 
-@pytest.mark.parametrize(("ranks", "ep_size"), [(1, 1), (2, 1), (4, 4), (4, 2)])
+@pytest.mark.parametrize(("ranks", "ep_size"), [(1, 1), pytest.param(2, 1, marks=SLOW), pytest.param(4, 4, marks=SLOW), (4, 2)])
 def test_other_ranks_go_on_with_the_same_losses(tmp_path: Path, ranks: int, ep_size: int) -> None:
     """Without dropout (its masks depend on the ranks), auxiliary losses (on the micro-batches) and updates by signs."""
     settings = {"model": {}, "router": RouterConfig()}

@@ -134,9 +134,9 @@ def _sharded(name: str) -> None:
     for experts_name in ("loop", name):
         torch.manual_seed(0)
         experts = build_experts(experts_name, 4, *SMALL).cuda()
-        fully_shard(
-            experts, mesh=init_device_mesh("cuda", (1,)), mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
-        )
+        # As `parallelize` has it: inputs keep their dtypes, because routing weights stay fp32.
+        policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        fully_shard(experts, mesh=init_device_mesh("cuda", (1,)), mp_policy=policy)
         assert [key for key, _ in experts.named_parameters()] == ["gate_up_proj", "down_proj"]
         optimizer = torch.optim.SGD(experts.parameters(), lr=0.5)
         dispatcher = MoEFlexTokenDispatcher(BackendConfig(experts=experts_name), 4, None)
