@@ -116,12 +116,14 @@ def test_ranks_in_different_collectives_are_told_apart(ranks: Callable[..., Rank
     assert second.startswith(f"  rank 1: at hanging_rank.py:{line_of(asynchronous)} in two_collectives: {asynchronous}")
 
 
+@pytest.mark.slow
 def test_a_collective_in_backward_and_one_made_of_others_go_by_the_name_they_were_called_by(ranks: Callable[..., Ranks]) -> None:
     text = ranks("backward_and_objects").one_report()
     assert f"in all_reduce, called at hanging_rank.py:{line_of('dist.all_reduce(grad.clone())')} in backward" in text
     assert re.search(r"rank 1: in (all_gather_object|new_group), called at hanging_rank.py:\d+ in backward_and_objects", text)
 
 
+@pytest.mark.slow
 def test_a_second_hang_after_progress_is_a_second_report(ranks: Callable[..., Ranks]) -> None:
     started = ranks("twice")
     assert [process.wait(timeout=60) for process in started.processes] == [0, 0]
@@ -144,10 +146,12 @@ def test_a_rank_whose_peer_has_failed_ends_soon_after_the_launcher_asked_it_to(r
     assert "Traceback" not in started.texts()[0]
 
 
+@pytest.mark.slow
 def test_a_failure_that_is_known_stands_in_the_report(ranks: Callable[..., Ranks]) -> None:
     assert "\n  rank 1 has failed: no space left\n" in ranks("rank_1_fails").one_report()
 
 
+@pytest.mark.slow
 def test_without_the_store_every_rank_reports_itself(ranks: Callable[..., Ranks]) -> None:
     started = ranks("all_wait_but_rank_1")
     started.store = None  # the server ends with it
