@@ -17,6 +17,7 @@ Cost: two small requests to the store per rank and poll (every two seconds for h
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import linecache
@@ -102,6 +103,9 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         self.now(self._mark.text)
+        if self._store is not None:  # here, not in the thread: a process may be stopped before that has run
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"process/{self.rank}", f"{os.getpid()} {socket.gethostname()}")
         self._thread.start()
         return self
 
@@ -111,8 +115,6 @@ class Watchdog:
 
     def _run(self) -> None:
         try:
-            if self._store is not None:
-                self._store.set(f"process/{self.rank}", f"{os.getpid()} {socket.gethostname()}")
             while not self._done.wait(self._poll):
                 if self._store is not None:
                     self._look(self._store)
