@@ -82,13 +82,13 @@ def _pages_that_a_load_touches(hf: dict[str, Any], folder: Path, mesh: Mesh) -> 
 
 @pytest.mark.parametrize("mesh", [(1, 2, 1), (1, 2, 2)], ids=str)
 def test_no_rank_touches_more_of_a_file_than_its_own_slices(tmp_path: Path, mesh: Mesh) -> None:
-    """Stacked experts, 13 MB: two ranks look at half of each tensor, and at the 64 KiB around that which the kernel maps too."""
-    hf = {**SIZES, "num_hidden_layers": 1, "hidden_size": 512, "moe_intermediate_size": 512, "num_experts": 4}
+    """Stacked experts, 100 MB: two ranks look at half of each tensor. The kernel maps with it up to some MB around it."""
+    hf = {**SIZES, "num_hidden_layers": 1, "hidden_size": 1024, "moe_intermediate_size": 2048, "num_experts": 4}
     with torch.device("meta"):
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig.from_hf(hf), BackendConfig(experts="loop"))
     save_file({name: torch.zeros(parameter.shape) for name, parameter in model.named_parameters()}, tmp_path / "model.safetensors")
     for touched, held in run_distributed(_pages_that_a_load_touches, 2, hf, tmp_path, mesh):
-        assert held > 6e6 and held - 2**17 <= touched < 1.25 * held
+        assert held > 5e7 and held - 2**17 <= touched < 1.4 * held
 
 
 def _save_on_ranks(hf: dict[str, Any], mesh: Mesh, folder: Path, max_shard_bytes: int) -> Tensor:
