@@ -1,4 +1,4 @@
-"""The checks that the config dataclasses share: each raises ValueError that names the key, what was found and what is legal.
+"""Checks and their messages. Those of the config dataclasses: each raises ValueError that names the key, what was found and what is legal.
 
 Keys are given as keyword arguments, with `__` for the dots of a recipe's key. None stands for a key that was left out.
 """
@@ -6,6 +6,7 @@ Keys are given as keyword arguments, with `__` for the dots of a recipe's key. N
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import TypeVar
@@ -13,6 +14,12 @@ from typing import TypeVar
 _LARGEST = 2**63 - 1  # what torch and the standard library take for a whole number
 
 E = TypeVar("E", bound=Enum)
+
+
+def listed(items: Sequence[str], *, separator: str = ", ", most: int = 8) -> str:
+    """The first `most` of them for a message, and how many more there are."""
+    rest = len(items) - most
+    return separator.join(items[:most]) + (f"{separator}and {rest} more" if rest > 0 else "")
 
 
 def require(ok: bool, message: str) -> None:

@@ -36,9 +36,9 @@ from torch import Tensor
 from nemo_moe.bench.layer import WrongResult
 from nemo_moe.bench.memory import free_what_nobody_holds, status_bytes
 from nemo_moe.bench.timing import synchronize
-from nemo_moe.checkpoint.folder_writer import SaveError
 from nemo_moe.checkpoint.hf import load_hf_folder, write_hf_folder
 from nemo_moe.checkpoint.shards import local_shards
+from nemo_moe.checkpoint.together import SaveError
 from nemo_moe.config import BackendConfig
 from nemo_moe.distributed.mesh import MeshSizes, build_meshes
 from nemo_moe.distributed.parallelize import parallelize

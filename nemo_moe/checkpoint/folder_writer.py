@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nemo_moe.checkpoint.tensor_files import EXTRA_FILE, INDEX_FILE, WEIGHTS_FILE
-from nemo_moe.checkpoint.together import SaveError as SaveError, on_rank_zero
+from nemo_moe.checkpoint.together import SaveError, on_rank_zero, sync
 
 _TOKENIZER_FILES = (
     "tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json added_tokens.json"
@@ -123,8 +122,8 @@ class FolderWriter:
             for path in self._partial.rglob("*"):
                 if path.suffix == ".safetensors":  # the library makes files that their owner alone may read
                     shutil.copymode(self._partial / "config.json", path)
-                _sync(path)
-            _sync(self._partial)
+                sync(path)
+            sync(self._partial)
             self._publish()
 
         self._together(write)
@@ -144,7 +143,7 @@ class FolderWriter:
 
     def _save(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         save_file(dict(tensors), self._partial / name, metadata={"format": "pt"})
-        _sync(self._partial / name)
+        sync(self._partial / name)
 
     def _publish(self) -> None:
         """Move the files to their place; where one cannot be moved, all go back to where they were.
@@ -154,7 +153,7 @@ class FolderWriter:
         """
         if not self._folder.exists():
             self._partial.rename(self._folder)
-            _sync(self._folder.parent)
+            sync(self._folder.parent)
             return
         replaced = self._folder / ".replaced"
         if replaced.exists():
@@ -175,7 +174,7 @@ class FolderWriter:
                 end.rename(start)
             replaced.rmdir()
             raise
-        _sync(self._folder)
+        sync(self._folder)
         shutil.rmtree(replaced, ignore_errors=True)
         self._partial.rmdir()
 
@@ -190,15 +189,3 @@ class FolderWriter:
 
 def _is_entry_point(path: Path) -> bool:
     return path.name in (INDEX_FILE, WEIGHTS_FILE)
-
-
-def _sync(path: Path) -> None:
-    """Put a file's bytes, or a folder's entries, on the disk. A folder only where the system can."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError:
-        if not path.is_dir():  # some network file systems cannot sync a folder, and have no need to
-            raise
-    finally:
-        os.close(descriptor)

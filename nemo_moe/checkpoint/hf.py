@@ -27,11 +27,11 @@ from nemo_moe.checkpoint.tensor_files import DTYPES
 MAX_SHARD_BYTES = 5 * 10**9
 
 # (bytes done, bytes in all)
-Progress = Callable[[int, int], object]
+OnProgress = Callable[[int, int], object]
 
 
 @torch.no_grad()
-def load_hf_folder(model: nn.Module, folder: str | Path, *, progress: Progress | None = None) -> None:
+def load_hf_folder(model: nn.Module, folder: str | Path, *, progress: OnProgress | None = None) -> None:
     """Fill a model's parameters from a folder, parallelized or not. Each rank reads its own slices; no communication.
 
     Values are converted to the parameters' dtype. Expert biases that the folder has are used also by a model that was
@@ -75,7 +75,7 @@ def save_hf_folder(
     source: str | Path | None = None,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     check: Callable[[], object] = lambda: None,
 ) -> None:
     """Write a folder that transformers loads, from a model however it is spread. Collective: every rank calls it alike.
@@ -141,7 +141,7 @@ def write_hf_folder(
     source: str | Path | None = None,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
 ) -> None:
     """What `save_hf_folder` does, with the values from anywhere. Collective where there is a process group.
 
@@ -192,7 +192,7 @@ def _write_weights(
     dtype: torch.dtype,
     fetch: Callable[[str, torch.dtype], Tensor | None],
     total: int,
-    progress: Progress | None,
+    progress: OnProgress | None,
 ) -> dict[str, Tensor]:
     """Write all files; what belongs in none of them (on rank 0)."""
     last = {name: key for key, name in files.items()}

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from nemo_moe.checkpoint.hf_model import HFModel, HFTensor, Whole, overlap
 from nemo_moe.checkpoint.shards import LocalShard, local_shards
 from nemo_moe.checkpoint.tensor_files import DTYPES, EXTRA_FILE, TensorFiles
+from nemo_moe.checks import listed
 from nemo_moe.hf_folder import read_hf_config
 
-_MAX_LISTED = 8
 _logger = logging.getLogger(__name__)
 
 
@@ -102,12 +102,12 @@ def _plan_weights(model: HFModel, shards: Sequence[LocalShard], files: TensorFil
         used.update(piece.key for piece in there)
         wanted += [(piece.key, piece.shape) for piece in there]
         reads.append(_Read(shard, pieces, files))
-    problems = _listed(f"missing from {files.source}", missing) + _misfits(files, wanted)
+    problems = _problem(f"missing from {files.source}", missing) + _misfits(files, wanted)
     unexpected = sorted(files.tensors.keys() - used)
     if not problems:  # what differs in an alias can be told only when its original is there
         unexpected = [key for key in unexpected if not _is_alias(model, key, reads)]
     unexpected = _without_dropped_layers(model, unexpected, files.folder)
-    problems += _listed("unexpected", [f"{key} in {files.tensors[key].file}" for key in unexpected])
+    problems += _problem("unexpected", [f"{key} in {files.tensors[key].file}" for key in unexpected])
     return reads, problems
 
 
@@ -126,14 +126,13 @@ def _misfits(files: TensorFiles, wanted: Sequence[tuple[str, tuple[int, ...]]]) 
             misshapen.append(f"{key} in {stored.file}: shape {list(stored.shape)}, the model's is {list(shape)}")
         elif stored.dtype not in DTYPES:
             not_usable.append(f"{key} in {stored.file}: type {stored.dtype}")
-    return _listed("misshapen", misshapen) + _listed(f"of a type that no weight has (legal: {', '.join(DTYPES)})", not_usable)
+    return _problem("misshapen", misshapen) + _problem(f"of a type that no weight has (legal: {', '.join(DTYPES)})", not_usable)
 
 
-def _listed(kind: str, names: list[str]) -> list[str]:
+def _problem(kind: str, names: list[str]) -> list[str]:
     if not names:
         return []
-    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-    return [f"{len(names)} {kind}: {', '.join(names[:_MAX_LISTED])}{more}"]
+    return [f"{len(names)} {kind}: {listed(names)}"]
 
 
 def _is_alias(model: HFModel, key: str, reads: list[_Read]) -> bool:
@@ -195,6 +194,6 @@ def _plan_extra(files: TensorFiles, shards: Sequence[LocalShard], reads: list[_R
     wanted = {shard.name: shard for shard in shards if shard.name not in planned}
     there = {key: wanted[key] for key in files.tensors if key in wanted}
     problems = _misfits(files, [(key, shard.global_shape) for key, shard in there.items()])
-    problems += _listed("unexpected", [f"{key} in {EXTRA_FILE}" for key in sorted(files.tensors.keys() - wanted.keys())])
+    problems += _problem("unexpected", [f"{key} in {EXTRA_FILE}" for key in sorted(files.tensors.keys() - wanted.keys())])
     reads += [_Read(shard, [Whole.of(key, shard.global_shape)], files) for key, shard in there.items()]
     return problems

@@ -18,6 +18,8 @@ import re
 import shutil
 from pathlib import Path
 
+from nemo_moe.checkpoint.together import sync
+
 _logger = logging.getLogger(__name__)
 _STEP = re.compile(r"step-(\d{8,})")
 
@@ -76,7 +78,7 @@ class StepFolders:
         """Give what was written its name, make it the latest, and remove what is neither among the newest nor the best."""
         folder = self.folder(step)
         for path in (*self.partial(step).rglob("*"), self.partial(step)):
-            _sync(path)
+            sync(path)
         if folder.exists():  # the same step again, after going on from an older one
             folder.rename(folder.with_name(f".{folder.name}.replaced"))
         self.partial(step).rename(folder)
@@ -119,7 +121,7 @@ class StepFolders:
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, self.root / pointer)
-        _sync(self.root)
+        sync(self.root)
 
     def _remove(self, folder: Path) -> None:
         hidden = folder.with_name(f".{folder.name}.removed")
@@ -130,14 +132,3 @@ class StepFolders:
             _logger.warning("%s cannot be removed (%s)", folder, error.strerror or error)
             return
         shutil.rmtree(hidden, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    """Put a file, or a folder's entries, on the disk, where the system can."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError:
-        pass  # some network file systems cannot, and have no need to
-    finally:
-        os.close(descriptor)

@@ -1,8 +1,10 @@
-"""Writing that only rank 0 does, and whose failure every rank learns of."""
+"""Writing that only rank 0 does, that is on the disk when it is done, and whose failure every rank learns of."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -32,3 +34,15 @@ def on_rank_zero(action: Callable[[], object], what: str, group: dist.ProcessGro
         dist.broadcast_object_list(message, src=0, group=group)
     if message[0] is not None:
         raise SaveError(f"{what} failed: {message[0]}") from error
+
+
+def sync(path: Path) -> None:
+    """Put a file's bytes, or a folder's entries, on the disk. A folder only where the system can."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        if not path.is_dir():  # some network file systems cannot sync a folder, and have no need to
+            raise
+    finally:
+        os.close(descriptor)

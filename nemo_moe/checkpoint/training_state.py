@@ -12,7 +12,7 @@ torch's optimizers begin.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,8 +25,7 @@ from torch.optim import Optimizer
 from nemo_moe.checkpoint.dcp import read_tensors
 from nemo_moe.checkpoint.dcp_index import StoredTensor, read_index, stored_tensors
 from nemo_moe.checkpoint.shards import LocalShard, ShardedModel, local_shards
-
-_MAX_LISTED = 8
+from nemo_moe.checks import listed
 
 
 def training_boxes(model: nn.Module, optimizer: Optimizer, rank: int) -> list[LocalShard]:
@@ -132,7 +131,7 @@ def _new_optimizer_states(
         else:
             misfits.append(f"{full} (shape {list(shape)}, the parameter's is {list(shards[f'model/{name}'].global_shape)})")
     if misfits:
-        raise ValueError(f"{folder} does not fit the optimizer: {_listed(misfits)}")
+        raise ValueError(f"{folder} does not fit the optimizer: {listed(misfits, separator='; ')}")
     return states
 
 
@@ -147,15 +146,11 @@ def _check_model(stored: Mapping[str, StoredTensor], shards: Mapping[str, LocalS
         if stored[name] != mine:
             problems.append(f"{name} is {_described(stored[name])} there and {_described(mine)} here")
     if problems:
-        raise ValueError(f"{folder} does not fit the model: {_listed(problems)}")
+        raise ValueError(f"{folder} does not fit the model: {listed(problems, separator='; ')}")
 
 
 def _described(tensor: StoredTensor) -> str:
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    return "; ".join(names[:_MAX_LISTED]) + (f"; and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else "")
 
 
 def add_expert_biases(model: nn.Module, stored: Mapping[str, StoredTensor]) -> None:

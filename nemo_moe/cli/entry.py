@@ -52,7 +52,7 @@ def _run(argv: Sequence[str], stop: StopRequest) -> tuple[Exception, int] | None
         if _rank() == 0:
             print(to_yaml(config), end="")
         return None
-    from nemo_moe.checkpoint.folder_writer import SaveError
+    from nemo_moe.checkpoint.together import SaveError
     from nemo_moe.data.reasoning_gym import check_tasks
     from nemo_moe.resolve import resolve
     from nemo_moe.train.finetune import finetune

@@ -6,6 +6,7 @@ and the whole config), and `hf/`, a Hugging Face folder without weights, so that
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -141,8 +142,9 @@ class Checkpoints:
 
         def remove() -> None:
             for step, folder in self._folders.steps().items():
-                if read_state(folder)["config"]["checkpoint"]["every_steps"] is None:
-                    self._folders.remove(step)
+                with contextlib.suppress(ValueError):  # one that cannot be read stays: nobody knows whose it is
+                    if read_state(folder)["config"]["checkpoint"]["every_steps"] is None:
+                        self._folders.remove(step)
 
         on_rank_zero(remove, f"removing the checkpoints of an interruption from {self._folders.root}", self._group)
 

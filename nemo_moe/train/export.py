@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from nemo_moe.checkpoint.dcp import read_tensors
 from nemo_moe.checkpoint.dcp_index import read_index, stored_tensors
-from nemo_moe.checkpoint.hf import MAX_SHARD_BYTES, Progress, write_hf_folder
+from nemo_moe.checkpoint.hf import MAX_SHARD_BYTES, OnProgress, write_hf_folder
 from nemo_moe.checkpoint.shards import LocalShard
 from nemo_moe.checkpoint.step_folders import StepFolders
 from nemo_moe.checkpoint.training_state import add_expert_biases
@@ -30,7 +30,7 @@ def export(
     *,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
 ) -> None:
     """Write the model of a checkpoint as a Hugging Face folder, with its tokenizer and generation config.
 

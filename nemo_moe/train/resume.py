@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_moe.checkpoint.step_folders import StepFolders
+from nemo_moe.checks import listed
 from nemo_moe.compose import to_plain
 from nemo_moe.config import RunConfig
 from nemo_moe.models.hf_config import HARMLESS_KEYS
@@ -25,7 +26,6 @@ _FIXED = ("data.", "seed", "train.global_batch_size", "optimizer.name", "model.f
 # What says nothing about the run, or is compared as the config that the model comes to.
 _SILENT = ("checkpoint.", "logging.", "output_dir", "model.")
 _LOADER_KEYS = ("epoch", "step", "seed", "global_batch_size", "length_group_batches", "num_samples")
-_MAX_LISTED = 12
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,8 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 def require_same_state(resume: Resume) -> None:
     """Raise ValueError where this rank does not see the checkpoint that rank 0 chose."""
-    if read_state(resume.folder) != resume.state:
+    # As text: a validation loss that is not a number does not equal itself.
+    if json.dumps(read_state(resume.folder)) != json.dumps(resume.state):
         raise ValueError(f"{resume.folder} is another checkpoint here than on rank 0; checkpoints need a folder that all nodes share")
 
 
@@ -124,7 +125,8 @@ def check_same_run(resume: Resume, model_config: Mapping[str, Any], data_digest:
     meaningful = [{key: value for key, value in config.items() if key not in HARMLESS_KEYS} for config in (then, model_config)]
     differing = _differences(*meaningful)
     if differing:
-        raise ValueError(f"{resume.folder} is of another model: {_listed(differing)}; choose the model it was made with")
+        keys = listed([*differing.values()], separator="; ")
+        raise ValueError(f"{resume.folder} is of another model: {keys}; choose the model it was made with")
     if resume.state["data_digest"] != data_digest:
         raise ValueError(
             f"{resume.folder} was made with other samples, though the data section is the same: the tokenizer, reasoning-gym or"
@@ -137,8 +139,9 @@ def _compare(then: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> l
     differing = _differences(then, now)
     refused = {key: line for key, line in differing.items() if key.startswith(_FIXED)}
     if refused:
+        keys = listed([*refused.values()], separator="; ")
         raise ValueError(
-            f"{folder} belongs to another run: {_listed(refused)}; give these keys the values they had, or start anew in another output_dir"
+            f"{folder} belongs to another run: {keys}; give these keys the values they had, or start anew in another output_dir"
         )
     return [line for key, line in differing.items() if not key.startswith(_SILENT)]
 
@@ -158,11 +161,6 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     for key, value in tree.items():
         pairs += _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", value)]
     return pairs
-
-
-def _listed(lines: Mapping[str, str]) -> str:
-    shown = list(lines.values())[:_MAX_LISTED]
-    return "; ".join(shown) + (f"; and {len(lines) - _MAX_LISTED} more" if len(lines) > _MAX_LISTED else "")
 
 
 def _step_of(folder: Path) -> str:

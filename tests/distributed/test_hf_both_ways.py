@@ -21,8 +21,8 @@ from torch import Tensor
 
 import tiny_mixtral
 import tiny_qwen3_moe
-from nemo_moe.checkpoint.folder_writer import SaveError
 from nemo_moe.checkpoint.hf import load_hf_folder, save_hf_folder
+from nemo_moe.checkpoint.together import SaveError
 from nemo_moe.config import BackendConfig
 from nemo_moe.distributed.mesh import MeshSizes, build_meshes
 from nemo_moe.distributed.parallelize import init_weights, parallelize

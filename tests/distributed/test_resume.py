@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import time
 from itertools import chain
 from pathlib import Path
@@ -256,3 +257,12 @@ def test_a_damaged_state_file_is_named(whole: Path, tmp_path: Path, text: str) -
     (folder / "state.json").write_text(text)
     message = run(tmp_path / "run", 1, 1, resume=str(folder))
     assert "state.json" in message and ("is damaged" in message or "has the format 99" in message)
+
+
+def test_a_validation_loss_that_is_no_number_does_not_stop_a_run_from_going_on(whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "step-00000004"
+    shutil.copytree(checkpoint(whole, 4), folder)
+    state = json.loads((folder / "state.json").read_text())
+    state["progress"]["validation_loss"] = float("nan")
+    (folder / "state.json").write_text(json.dumps(state))
+    assert run(tmp_path / "on", 2, 2, resume=str(folder))["steps"] == STEPS

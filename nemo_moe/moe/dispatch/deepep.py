@@ -31,7 +31,7 @@ from nemo_moe.moe.dispatch.deepep_adapters import ADAPTERS, Adapter, Route
 from nemo_moe.moe.permute import merge_duplicates
 from nemo_moe.moe.types import Dispatched, DispatchHandle
 
-DEFAULT_NUM_SMS = 24
+DEFAULT_NUM_SMS = 24  # HybridEP's own default on one NVLink domain; not measured for DeepEP yet
 _num_sms: int | None = None
 
 
